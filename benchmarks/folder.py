@@ -26,8 +26,7 @@ import torch
 
 from benchmarks.harness import Row, run
 from mupscale.hf.family import on_meta
-from mupscale.hf.folder import read_folder
-from mupscale.hf.safetensors_files import INDEX_FILE, as_bytes, index_text, split_into_files, write_all
+from mupscale.hf.folder import INDEX_FILE, as_bytes, index_text, read_folder, split_into_files, write_all
 
 LAYERS_OF_7B = 32
 FILE_BYTES = 5 * 10**9

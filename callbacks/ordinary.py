@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import is_compiled_in_place
-from mupscale.checks.recording import attributes_of, generators_kept, state_kept
-from mupscale.checks.structures import leaves_of
+from mupscale.checks.recording import attributes_of, generators_kept, leaves_of, state_kept
 from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import UserError
 from mupscale.growing.upscale import find_plan

@@ -34,7 +34,6 @@ from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import generators_kept
 from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
-from mupscale.layer_names import notes_by_layer
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise
 from mupscale.models._lightning import callbacks_of, hands_weights_back, is_trial_run, set_callbacks
@@ -61,6 +60,7 @@ from mupscale.models.growth_check import (
 )
 from mupscale.models.ordinary import Recipe
 from mupscale.schedules import refuse_one_rate_for_all
+from mupscale.text_tables import notes_by_layer
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import How
 from mupscale.widening.optimizers import rule_of

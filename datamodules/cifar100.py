@@ -9,7 +9,6 @@ import pickle
 import tarfile
 import warnings
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from torch.nn import functional as F
 from torchvision.datasets import CIFAR100 as Published
 from torchvision.datasets.utils import check_integrity, download_url
 
-from mupscale.datamodules.base import TensorData, refuse_unfit_model
 from mupscale.datamodules.files import check_digest, reaching, read_npz, shared, temporary_folder, version_of
-from mupscale.datamodules.resident import ResidentLoader
+from mupscale.datamodules.resident import ResidentLoader, TensorData, refuse_unfit_model
 from mupscale.errors import UserError
 
 CLASSES, SIZE = 100, 32
@@ -58,8 +56,6 @@ class CIFAR100(TensorData):
         self._folder()
 
     def load(self, device: torch.device) -> None:
-        if self.is_on(device):
-            return
         folder = self._folder()
         key = type(self), version_of(_files(folder)), device
         table, train_x, train_y, test_x, test_y = shared(key, lambda: _resident(folder, device))
@@ -184,12 +180,16 @@ def unpack(folder: Path) -> None:
                 raise
 
 
+def _listed() -> list[list[str]]:
+    """The published files, with their checksums."""
+    return [*Published.train_list, *Published.test_list, [Published.meta["filename"], Published.meta["md5"]]]
+
+
 def _files(folder: Path) -> list[Path]:
     """The files that `read` reads."""
     if (folder / NPZ).is_file():
         return [folder / NPZ]
-    listed = [*Published.train_list, *Published.test_list, [Published.meta["filename"], Published.meta["md5"]]]
-    paths = [folder / Published.base_folder / name for name, _ in listed]
+    paths = [folder / Published.base_folder / name for name, _ in _listed()]
     return [path for path in paths if path.is_file()]
 
 
@@ -212,15 +212,16 @@ def read(folder: Path) -> list[tuple[Tensor, Tensor]]:
 
 def read_published(folder: Path) -> list[tuple[Tensor, Tensor]]:
     """The training set and the test set as published: pickles, of which only arrays, texts and lists are read."""
-    listed = [*Published.train_list, *Published.test_list, [Published.meta["filename"], Published.meta["md5"]]]
-    if not all(check_integrity(folder / name, md5) for name, md5 in listed):
+    if not all(check_integrity(folder / name, md5) for name, md5 in _listed()):
         raise UserError(
             f"data_dir: {folder} is damaged or incomplete: its checksums are not the published ones. "
             "Delete it, and mupscale downloads it again"
         )
     parts = []
     for part, [[name, _]] in (("train", Published.train_list), ("test", Published.test_list)):
-        with (folder / name).open("rb") as stream, _old_pickles():
+        # NumPy 2.4.0 to 2.4.4 warn about the age of the published files
+        old = warnings.catch_warnings(action="ignore", category=np.exceptions.VisibleDeprecationWarning)
+        with (folder / name).open("rb") as stream, old:
             try:
                 content = ArraysOnly(stream, encoding="latin1").load()
                 images = np.asarray(content["data"]).reshape(-1, 3, SIZE, SIZE).transpose(0, 2, 3, 1)
@@ -254,8 +255,3 @@ def _checked(file: Path, part: str, images: np.ndarray, labels: np.ndarray) -> t
     if labels.min() < 0 or labels.max() >= CLASSES:
         raise UserError(f"data_dir: {file} must have y_{part} in 0..{CLASSES - 1}, has {labels.min()}..{labels.max()}")
     return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.astype(np.int64))
-
-
-def _old_pickles() -> AbstractContextManager[Any]:
-    """Ignores the warning of NumPy 2.4.0 to 2.4.4 about the age of the published files."""
-    return warnings.catch_warnings(action="ignore", category=np.exceptions.VisibleDeprecationWarning)

@@ -4,7 +4,6 @@ See README.md beside this file for source and licence.
 """
 
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mupscale.datamodules.base import TensorData, refuse_unfit_model
 from mupscale.datamodules.files import (
-    bytes_shown,
     check_digest,
     reaching,
     read_npz,
@@ -23,7 +20,8 @@ from mupscale.datamodules.files import (
     temporary_folder,
     version_of,
 )
-from mupscale.errors import UserError, needs_extra
+from mupscale.datamodules.resident import TensorData, refuse_unfit_model
+from mupscale.errors import UserError
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
 FEATURES, CLASSES = 54, 7
@@ -45,8 +43,8 @@ class Covertype(TensorData):
 
     Args:
         data_dir: Folder with the full data set as covertype.npz (X: int16 [581012, 54], y: 1..7). If the file is
-            missing, the first start makes it from UCI's covtype.data.gz in this folder, or downloads that (11 MB; needs
-            the extra `data`). Without `data_dir`, the embedded sample of 7,500 real rows is used.
+            missing, the first start makes it from UCI's covtype.data.gz in this folder, or downloads that (11 MB).
+            Without `data_dir`, the embedded sample of 7,500 real rows is used.
         batch_size: Rows per batch, over all devices together.
         seed: The seed of the order of batches and of the held-out rows. By default the order follows `seed_everything`,
             and the held-out rows are those of seed 0.
@@ -60,10 +58,7 @@ class Covertype(TensorData):
         self._file()
 
     def load(self, device: torch.device) -> None:
-        if self.is_on(device):
-            return
-        file = self._file()
-        split_seed = 0 if self.seed is None else self.seed
+        file, split_seed = self._file(), self.seed or 0
         key = type(self), version_of([file]), split_seed, device
         train_x, train_y, held_out_x, held_out_y = shared(key, lambda: _split(file, split_seed, device))
         self._train, self._held_out = (train_x, train_y), (held_out_x, held_out_y)
@@ -90,12 +85,8 @@ def make_npz(file: Path) -> None:
         else:
             sample = ", or leave data_dir out to use the embedded sample of 7,500 rows"
             with reaching(URL, by_hand=archive, otherwise=sample):
-                with needs_extra("data"):
-                    from sklearn.datasets import fetch_file
-
-                with bytes_shown(temporary, ARCHIVE), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # it warns when it tries again
-                    archive = fetch_file(URL, folder=temporary, local_filename=ARCHIVE, sha256=SHA256, n_retries=1)
+                archive = temporary / ARCHIVE
+                torch.hub.download_url_to_file(URL, str(archive), SHA256)
         table = np.loadtxt(archive, dtype=np.int16, delimiter=",")
         finished = temporary / file.name
         np.savez_compressed(finished, X=table[:, :FEATURES], y=table[:, FEATURES].astype(np.uint8))
@@ -114,14 +105,11 @@ def stratified(labels: Tensor, rows: int, seed: int) -> Tensor:
     return torch.cat(picked).sort().values
 
 
-def _held_out_rows(rows: int) -> int:
-    return -(-rows // 5)  # rounded up: of the full set 464,809 rows are left to train on, as in the paper
-
-
 def _split(file: Path, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Features and labels of the training rows, then of the held-out ones."""
     features, labels = _read(file)
-    held_out = stratified(labels, _held_out_rows(len(labels)), seed)
+    fifth = -(-len(labels) // 5)  # rounded up: of the full set 464,809 rows are left to train on, as in the paper
+    held_out = stratified(labels, fifth, seed)
     is_train = torch.ones(len(labels), dtype=torch.bool)
     is_train[held_out] = False
     x = features.float()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mupscale.data_files import json_of, what_is_wrong
-from mupscale.errors import UserError, needs_extra
+from mupscale.errors import UserError, needs_extra, one_line
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 SEPARATOR = "<|endoftext|>"
@@ -158,7 +158,15 @@ class FineWebEdu:
         return {"source": REPOSITORY, "subset": self.subset}
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
-        self._revision = recorded["revision"] if recorded else _newest_revision(self.subset)
+        if recorded:
+            self._revision = recorded["revision"]
+            return {"revision": self._revision}
+        with needs_extra("data"):
+            from huggingface_hub import HfApi
+        try:
+            self._revision = HfApi().dataset_info(REPOSITORY, timeout=30).sha
+        except Exception as error:  # many exception types, as below
+            raise out_of_reach(self.subset, error) from error
         return {"revision": self._revision}
 
     def batches(self, position: Position) -> Batches:
@@ -169,7 +177,9 @@ class FineWebEdu:
             stream = load_dataset(REPOSITORY, name=self.subset, revision=self._revision, split="train", streaming=True)
         except Exception as error:  # many exception types: from the Hub, the HTTP client and the operating system
             if isinstance(error, ValueError) and "BuilderConfig" in str(error):
-                raise Unusable(f"--subset {self.subset}: {REPOSITORY} has no such subset ({reason(error)})") from error
+                raise Unusable(
+                    f"--subset {self.subset}: {REPOSITORY} has no such subset ({one_line(error, 200)})"
+                ) from error
             raise out_of_reach(self.subset, error) from error
         stream = stream.select_columns(["text"])
         if position is not None:
@@ -195,33 +205,15 @@ class FineWebEdu:
         return None
 
 
-def _newest_revision(subset: str) -> str:
-    with needs_extra("data"):
-        from huggingface_hub import HfApi
-
-    try:
-        revision = HfApi().dataset_info(REPOSITORY, timeout=30).sha
-    except Exception as error:  # many exception types, as in FineWebEdu.batches
-        raise out_of_reach(subset, error) from error
-    assert revision is not None
-    return revision
-
-
 def out_of_reach(subset: str, error: Exception) -> ConnectionError:
     """The error for a stream that fails: it says how to continue, and what to do without a network."""
     folder = f"sample/{subset.removeprefix('sample-')}" if subset.startswith("sample-") else f"data/{subset}"
     return ConnectionError(
-        f"streaming {REPOSITORY} failed ({reason(error)}). "
-        "If there is a network, run the same command again to continue. "
-        "Without one, download parquet files elsewhere, from "
+        f"streaming {REPOSITORY} failed ({one_line(error, 200)}). If there is a network, run the same command again to "
+        "continue. Without one, download parquet files elsewhere, from "
         f"https://huggingface.co/datasets/{REPOSITORY}/tree/main/{folder}, "
         "and give them to `python -m mupscale prepare text FILES…`"
     )
-
-
-def reason(error: Exception) -> str:
-    """The message of an error from another library, in one line."""
-    return " ".join((str(error) or type(error).__name__).split())[:200]
 
 
 def _separated(stream: Iterable[bytes], offset: int, separator: bytes) -> Iterator[tuple[str, int]]:

@@ -1,10 +1,8 @@
 """The files of a data set: reads only complete files, once in a process; downloads them completely or not at all."""
 
 import hashlib
-import os
 import socket
 import tempfile
-import threading
 import weakref
 import zipfile
 import zlib
@@ -96,39 +94,6 @@ def reaching(url: str, by_hand: Path, otherwise: str = "") -> Iterator[None]:
         socket.setdefaulttimeout(timeout)
 
 
-@contextmanager
-def bytes_shown(folder: Path, title: str) -> Iterator[None]:
-    """Shows a progress bar of the bytes in `folder`, for a download that shows none itself."""
-    from tqdm import tqdm
-
-    finished = threading.Event()
-
-    def watch() -> None:
-        with tqdm(desc=title, unit="B", unit_scale=True) as bar:
-            is_last = False
-            while not is_last:
-                is_last = finished.wait(0.2)
-                if grown := size(folder) - bar.n:
-                    bar.update(grown)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        watcher.join()
-
-
-def size(folder: Path) -> int:
-    """The bytes of the files in a folder."""
-    total = 0
-    for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):  # renamed meanwhile
-            total += entry.stat().st_size
-    return total
-
-
 def shared(key: Hashable, read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """The objects that `read` returns, or those that it returned for this key before, while they are still in use.
 
@@ -141,7 +106,8 @@ def shared(key: Hashable, read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...
     if held:
         # a loader may hold a part of them still
         made = tuple(new if old is None else old for old, new in zip(held, made, strict=True))
-    _forget_freed()
+    for freed in [key for key, references in _held.items() if all(reference() is None for reference in references)]:
+        del _held[freed]
     _held[key] = tuple(weakref.ref(thing) for thing in made)
     return made
 
@@ -160,9 +126,3 @@ def version_of(files: Iterable[Path]) -> tuple[Hashable, ...]:
         status = file.stat()
         answer.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
     return tuple(answer)
-
-
-def _forget_freed() -> None:
-    for key, references in list(_held.items()):
-        if all(reference() is None for reference in references):
-            del _held[key]

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from mupscale.arguments import refuse_unless_whole
-from mupscale.datamodules.base import SeededData, ranks
 from mupscale.datamodules.files import once, shared
 from mupscale.datamodules.mapped_tokens import Vocabulary
+from mupscale.datamodules.resident import SeededData, ranks
 from mupscale.datamodules.token_files import SPLITS, TokenFolder, list_files, read_token_folder
 from mupscale.datamodules.windows import MappedWindows, Order, ResidentWindows, WindowLoader
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_whole
 
 JARGON = Path(__file__).with_name("jargon")
 RESIDENT_SHARE = 1 / 8
@@ -67,26 +66,34 @@ class FineWeb(SeededData):
     def prepare_data(self) -> None:
         corpus = self._corpus()
         with about_data_dir():
-            once(corpus.version(), corpus.verify)
+            once(corpus.version, corpus.verify)
 
     def setup(self, stage: str | None = None) -> None:
-        self._refuse_context(self._corpus())
+        corpus = self._corpus()
+        for split in SPLITS:
+            tokens = corpus.count(split)
+            if not 0 < self.context < tokens:
+                raise UserError(
+                    f"data.context = {self.context}: {corpus.folder} has {tokens} tokens for {split}, "
+                    f"wanted 1 to {tokens - 1}"
+                )
         super().setup(stage)
 
     def load(self, device: torch.device) -> None:
         corpus = self._corpus()
         self._refuse_other_files(corpus)
         if self.data_dir is not None:
-            once(("described", corpus.version()), lambda: rank_zero_info(corpus.summary()))
+            once(("described", corpus.version), lambda: rank_zero_info(corpus.summary()))
         vocabulary = _vocabulary_in(self.model_arguments)
         if self._windows and self._windows_are_for == (device, vocabulary):
             return
         resident = self.resident
         if resident is None:
             size = sum(corpus.count(split) for split in SPLITS) * corpus.token.itemsize
-            resident = device.type == "cuda" and size <= RESIDENT_SHARE * _memory(device)
+            on_gpu = device.type == "cuda"
+            resident = on_gpu and size <= RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
         kind = ResidentWindows if resident else MappedWindows
-        key = type(self), corpus.version(), kind, self.context, device, vocabulary
+        key = type(self), corpus.version, kind, self.context, device, vocabulary
 
         def made() -> tuple[ResidentWindows | MappedWindows, ...]:
             return tuple(kind(corpus.tokens(split), self.context + 1, device, vocabulary) for split in SPLITS)
@@ -113,7 +120,7 @@ class FineWeb(SeededData):
         with about_data_dir():
             listing = list_files(folder)
             # held, so that it is read once for all calls and all data modules
-            (folder_read,) = shared((TokenFolder, listing.version()), lambda: (read_token_folder(listing),))
+            (folder_read,) = shared((TokenFolder, listing.version), lambda: (read_token_folder(listing),))
         self._token_folder = folder_read
         return self._token_folder
 
@@ -129,16 +136,6 @@ class FineWeb(SeededData):
                 f"data_dir: the processes find different token files in {corpus.folder}: "
                 "give each node the same files, under the same names"
             )
-
-    def _refuse_context(self, corpus: TokenFolder) -> None:
-        """Raises a UserError if a split has no window of so many tokens."""
-        for split in SPLITS:
-            tokens = corpus.count(split)
-            if not 0 < self.context < tokens:
-                raise UserError(
-                    f"data.context = {self.context}: {corpus.folder} has {tokens} tokens for {split}, "
-                    f"wanted 1 to {tokens - 1}"
-                )
 
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
         vocabulary = _vocabulary_in(arguments)
@@ -178,8 +175,3 @@ def about_data_dir() -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"data_dir: {error}") from error
-
-
-def _memory(device: torch.device) -> int:
-    """The bytes of a GPU's memory."""
-    return torch.cuda.get_device_properties(device).total_memory

@@ -1,14 +1,17 @@
-"""Batches of tensors that are already on the training device: one index operation each, no workers, no host copies."""
+"""Batches of tensors that are already on the training device, and what the data modules have in common."""
 
 import hashlib
-from collections.abc import Hashable, Iterator, Sequence
+import os
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_whole
 
 PLANS_KEPT = 2
 """Epochs whose plans a loader keeps."""
@@ -94,7 +97,7 @@ class ResidentLoader:
             "drop_last": drop_last,
         }
         self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
-        self._epoch = self._position = 0
+        self.epoch = self.position = 0  # how many batches of the epoch were drawn
         self._drawn_from = False
         self._plans: dict[int, Plan] = {}
         self._joint_plans: dict[int, tuple[list[Hashable], JointPlan]] = {}
@@ -104,8 +107,8 @@ class ResidentLoader:
         return self._batches
 
     def __iter__(self) -> Iterator[Any]:
-        if self._drawn_from or self._position == len(self):
-            self.set_epoch(self._epoch + 1)
+        if self._drawn_from or self.position == len(self):
+            self.set_epoch(self.epoch + 1)
         return self._draw()
 
     @property
@@ -119,23 +122,14 @@ class ResidentLoader:
         The state alone is not enough: Lightning does not load it from a checkpoint written after an epoch's end, and
         under `limit_train_batches` the loader cannot see that an epoch has ended.
         """
-        if epoch != self._epoch:
-            self._epoch, self._position, self._drawn_from = epoch, 0, False
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """The number of batches drawn from the epoch."""
-        return self._position
+        if epoch != self.epoch:
+            self.epoch, self.position, self._drawn_from = epoch, 0, False
 
     def go_to(self, epoch: int, position: int) -> None:
         """Leaves the loader as if the first `position` batches of `epoch` had been drawn one by one."""
         if epoch < 0 or not 0 <= position <= len(self):
             raise IndexError(f"there is no position {position} of epoch {epoch}: an epoch has {len(self)} batches")
-        self._epoch, self._position, self._drawn_from = epoch, position, position > 0
+        self.epoch, self.position, self._drawn_from = epoch, position, position > 0
 
     def batch_at(self, epoch: int, position: int) -> Any:
         """The batch that iteration yields at this position, from 0 on, of this epoch. Does not move the loader."""
@@ -150,10 +144,11 @@ class ResidentLoader:
         It holds their class, the identity of their tensors, and all arguments that the batches depend on. So it is
         good for comparing loaders that exist, and not for saving.
         """
-        return *self._order_without_seed, self._seed if self._depends_on_seed() else None
+        depends_on_seed = self._shuffle or bool(self._chances(0, torch.Generator()))
+        return *self._order_without_seed, self._seed if depends_on_seed else None
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        return {**self._order_depends_on, "epoch": self._epoch, "position": self._position}
+        return {**self._order_depends_on, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, int | bool | str]) -> None:
         for name, ours in self._order_depends_on.items():
@@ -162,14 +157,14 @@ class ResidentLoader:
                     f"the checkpoint's data order has {name}={state_dict.get(name)}, this run's loader {name}={ours}: "
                     f"resume with the {name} of the interrupted run"
                 )
-        self._epoch, self._position, self._drawn_from = int(state_dict["epoch"]), int(state_dict["position"]), False
+        self.epoch, self.position, self._drawn_from = int(state_dict["epoch"]), int(state_dict["position"]), False
 
     def _draw(self) -> Iterator[Any]:
         # the state is read at every step, not kept in this frame: Lightning sets the epoch after it has called iter
-        while self._position < len(self):
-            epoch, position = self._epoch, self._position
+        while self.position < len(self):
+            epoch, position = self.epoch, self.position
             # before the batch is used: a checkpoint written in its training step must count it as seen
-            self._position += 1
+            self.position += 1
             self._drawn_from = True
             yield self.batch_at(epoch, position)
 
@@ -197,9 +192,6 @@ class ResidentLoader:
         arguments = [(name, value) for name, value in self._order_depends_on.items() if name != "seed"]
         return type(self), self._made_of(), tuple(arguments), self.rank, self.world_size
 
-    def _depends_on_seed(self) -> bool:
-        return self._shuffle or bool(self._chances(0, torch.Generator()))
-
     def _refuse_place(self, epoch: int, position: int) -> None:
         if epoch < 0 or not 0 <= position < len(self):
             raise IndexError(f"there is no batch {position} of epoch {epoch}: an epoch has {len(self)} batches")
@@ -216,8 +208,10 @@ class ResidentLoader:
 
     def _generator(self, epoch: int) -> torch.Generator:
         """All random numbers of an epoch are drawn from it, in the order of `_new_plan`."""
-        # drawn on the CPU, so that an epoch is the same on every type of device
-        return torch.Generator().manual_seed(_mixed(self._seed, epoch))
+        # drawn on the CPU, so that an epoch is the same on every type of device; a hash, so that epoch 1 of seed 0 is
+        # not epoch 0 of seed 1
+        digest = hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def _new_plan(self, epoch: int) -> tuple[Tensor, ...]:
         generator = self._generator(epoch)
@@ -274,11 +268,6 @@ def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) ->
     return _unpacked(tuple(part.unflatten(0, (len(loaders), -1)) for part in parts))
 
 
-def _mixed(seed: int, epoch: int) -> int:
-    """A 63-bit seed for one epoch; a hash, so that epoch 1 of seed 0 is not epoch 0 of seed 1."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8], "big") >> 1
-
-
 def _unpacked(parts: tuple[Tensor, ...]) -> Any:
     """A batch of these parts; of one part alone, a bare tensor."""
     return parts if len(parts) > 1 else parts[0]
@@ -290,3 +279,99 @@ def _keep(plans: dict[int, Any], epoch: int, plan: Any) -> None:
     while len(plans) >= PLANS_KEPT:
         del plans[next(iter(plans))]
     plans[epoch] = plan
+
+
+class SeededData(LightningDataModule):
+    """Data whose batches follow from a seed: its own, or that of the run."""
+
+    def __init__(self, batch_size: int, seed: int | None) -> None:
+        super().__init__()
+        refuse_unless_whole("data.batch_size", batch_size)
+        if seed is not None:
+            refuse_unless_whole("data.seed", seed, least=0)
+        self.batch_size = batch_size
+        self.seed = seed
+        self._order_seed = seed
+
+    def setup(self, stage: str | None = None) -> None:
+        self.refuse_model(self.model_arguments)
+        if self._order_seed is None:
+            self._order_seed = seed_of_run()
+        self.load(self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu"))
+        if stage == "fit":
+            self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
+
+    @abstractmethod
+    def refuse_model(self, arguments: Mapping[str, Any]) -> None:
+        """Raises a UserError if a model with these arguments does not fit the data."""
+
+    @abstractmethod
+    def load(self, device: torch.device) -> None:
+        """Makes the data ready for a training device, unless it is already."""
+
+    @property
+    def model_arguments(self) -> Mapping[str, Any]:
+        """Those of the model that the trainer trains; none without a trainer."""
+        return getattr(getattr(self.trainer, "lightning_module", None), "hparams", {})
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether training batches come in random order: not under `overfit_batches`, for which Lightning can switch
+        off the shuffling of its own loaders only."""
+        return self.trainer is None or not self.trainer.overfit_batches  # type: ignore[attr-defined]
+
+    def loader_options(self, *, training: bool) -> dict[str, Any]:
+        """The arguments of a loader that say which batches this process draws."""
+        return {"drop_last": training, "seed": self._order_seed, **ranks(self.trainer)}
+
+    def test_dataloader(self) -> Any:
+        return self.val_dataloader()
+
+
+class TensorData(SeededData):
+    """Data that lies on the training device: rows to train on, and held-out rows; labels are the last tensor."""
+
+    _train: tuple[Tensor, Tensor] | None = None
+    _held_out: tuple[Tensor, Tensor] | None = None
+
+    def train_dataloader(self) -> ResidentLoader:
+        assert self._train is not None
+        return self._loader(self._train, training=True)
+
+    def val_dataloader(self) -> ResidentLoader:
+        assert self._held_out is not None
+        return self._loader(self._held_out, training=False)
+
+    def predict_dataloader(self) -> ResidentLoader:
+        assert self._held_out is not None
+        return self._loader(self._held_out[:1], training=False)
+
+    def _loader(self, tensors: tuple[Tensor, ...], *, training: bool) -> ResidentLoader:
+        return ResidentLoader(tensors, self.batch_size, **self.loader_options(training=training))
+
+    def loader_options(self, *, training: bool) -> dict[str, Any]:
+        return {"shuffle": training and self.shuffles, **super().loader_options(training=training)}
+
+
+def seed_of_run() -> int:
+    """The seed of the run, which `seed_everything` puts into the environment of all its processes; without one, 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | None, classes: int) -> None:
+    """Raises a UserError if a model's arguments `inputs` and `outputs`, where it has them, do not fit the data."""
+    if inputs is not None and arguments.get("inputs", inputs) != inputs:
+        raise UserError(
+            f"model.inputs = {arguments['inputs']}: {data} has {inputs} features; set model.inputs: {inputs}"
+        )
+    if arguments.get("outputs", classes) < classes:
+        raise UserError(
+            f"model.outputs = {arguments['outputs']}: {data} has {classes} classes; set model.outputs: {classes}"
+        )
+
+
+def ranks(trainer: Trainer | None) -> dict[str, int]:
+    """The `rank` and `world_size` of a loader in this process."""
+    # not global_rank: under tensor parallelism several ranks share their data
+    shares = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {"rank": 0, "num_replicas": 1}
+    return {"rank": shares["rank"], "world_size": shares["num_replicas"]}

@@ -18,12 +18,10 @@ import hashlib
 import os
 import re
 import stat
-from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,15 +66,13 @@ class Listing:
     links: list[str]
     """Links to files of datatrove, and to folders."""
 
+    @cached_property
     def version(self) -> Hashable:
         """Changes with every file."""
         digest = hashlib.sha256()
         for name, (size, changed) in sorted(self.files.items()):
             digest.update(os.fsencode(name) + f"\0{size}\0{changed}\0".encode())
         return str(self.folder.resolve()), digest.hexdigest()
-
-    def size(self, name: str) -> int | None:
-        return self.files[name][0] if name in self.files else None
 
 
 class Span(NamedTuple):
@@ -110,7 +106,8 @@ class TokenFolder:
     index_bytes: int
     spans: dict[str, list[Span]]
     """The tokens of each split."""
-    _version: Hashable
+    version: Hashable
+    """Changes with every file of the folder."""
 
     def count(self, split: str) -> int:
         """The number of tokens of a split."""
@@ -120,10 +117,6 @@ class TokenFolder:
         spans = self.spans[split]
         files = [self.folder / span.name for span in spans]
         return MappedTokens(files, [(span.begin, span.end) for span in spans], self.token)
-
-    def version(self) -> Hashable:
-        """Changes with every file of the folder."""
-        return self._version
 
     def order(self, split: str) -> str:
         """Stands for the files of a split, in their order: for their names, and the number of tokens of each."""
@@ -211,7 +204,7 @@ def list_files(folder: Path) -> Listing:
                     name = inside + entry.name
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(f"{name}/")
-                    elif _is_of_datatrove(entry.name):
+                    elif entry.name.endswith((TOKENS, ENDS, METADATA, LOSS)) or COMPRESSED.search(entry.name):
                         status = entry.stat()
                         if not stat.S_ISREG(status.st_mode):
                             raise UserError(f"{folder / name} is not a file")
@@ -221,10 +214,6 @@ def list_files(folder: Path) -> Listing:
                     elif entry.is_symlink() and entry.is_dir():
                         links.append(name)
     return Listing(folder, files, links)
-
-
-def _is_of_datatrove(name: str) -> bool:
-    return name.endswith((TOKENS, ENDS, METADATA, LOSS)) or COMPRESSED.search(name) is not None
 
 
 def read_token_folder(listing: Listing) -> TokenFolder:
@@ -257,7 +246,7 @@ def read_token_folder(listing: Listing) -> TokenFolder:
         len(files),
         sum(size for name, (size, _) in listing.files.items() if name.endswith(ENDS)),
         spans,
-        listing.version(),
+        listing.version,
     )
 
 
@@ -291,7 +280,8 @@ def _refuse_other_kinds(listing: Listing) -> None:
 
 def _checked(listing: Listing, name: str) -> TokenFile:
     """What is known of a file; raises a UserError if its length does not fit its index and its metadata."""
-    path, size, index_size = listing.folder / name, listing.files[name][0], listing.size(f"{name}.index")
+    path, size = listing.folder / name, listing.files[name][0]
+    index_size, _ = listing.files.get(f"{name}.index", (None, None))
     if index_size is None:
         raise UserError(
             f"there is no {path}.index, which datatrove writes after the tokens: copy it, or run the pipeline again "
@@ -299,9 +289,7 @@ def _checked(listing: Listing, name: str) -> TokenFile:
         )
     if index_size % END.itemsize:
         raise UserError(f"{path}.index has {index_size} bytes, not a multiple of {END.itemsize}: it is cut short")
-    with open(f"{path}.index", "rb", buffering=0) as stream:
-        ends = DocumentEnds(stream)
-        indexed = ends[len(ends) - 1] if len(ends) else 0
+    indexed = int(np.memmap(f"{path}.index", END, "r")[-1]) if index_size else 0
     tokenizer: str | None = None
     token_bytes: int | None = None
     if f"{name}.metadata" in listing.files:
@@ -377,20 +365,6 @@ def _refuse_mixture(folder: Path, files: Iterable[TokenFile], what: str) -> None
         )
 
 
-class DocumentEnds:
-    """The ends of the documents in an open index: each is read when it is used."""
-
-    def __init__(self, stream: FileIO) -> None:
-        self._stream, self._documents = stream, os.fstat(stream.fileno()).st_size // END.itemsize
-
-    def __len__(self) -> int:
-        return self._documents
-
-    def __getitem__(self, number: int) -> int:
-        self._stream.seek(number * END.itemsize)
-        return int.from_bytes(self._stream.read(END.itemsize), "little")
-
-
 def _split(folder: Path, files: Sequence[TokenFile]) -> dict[str, list[Span]]:
     """The tokens of each split; raises a UserError if no documents can be held out."""
     held_out = {file.name for file in files if file.name.partition("/")[0] in HELD_OUT_FOLDERS}
@@ -425,6 +399,5 @@ def _cut(path: Path, tokens: int, room: int) -> int:
         return tokens
     if room >= tokens:
         return 0
-    with open(f"{path}.index", "rb", buffering=0) as stream:
-        ends = DocumentEnds(stream)
-        return min(ends[bisect_left(ends, tokens - room)], tokens)
+    ends = np.memmap(f"{path}.index", END, "r")  # of which a search reads a few pages
+    return min(int(ends[np.searchsorted(ends, END.type(tokens - room))]), tokens)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mupscale.datamodules.documents import reason
-from mupscale.errors import UserError, needs_extra
+from mupscale.errors import UserError, needs_extra, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,7 +28,7 @@ def download_gpt2() -> "Tokenizer":
         return Tokenizer.from_pretrained(GPT2)
     except Exception as error:  # many exception types: from the Hub, the HTTP client and the operating system
         raise ConnectionError(
-            f"--vocab gpt2: fetching GPT-2's vocabulary failed ({reason(error)}). Run "
+            f"--vocab gpt2: fetching GPT-2's vocabulary failed ({one_line(error, 200)}). Run "
             f"`hf download {GPT2} tokenizer.json` where there is a network and copy its cache, ~/.cache/huggingface or "
             "the folder that the environment variable HF_HOME names; or let --vocab 8192 train a vocabulary on the text"
         ) from error
@@ -67,9 +66,8 @@ def load_tokenizer(content: bytes) -> "Tokenizer":
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception
-        raise UserError(
-            f"the vocabulary is damaged ({reason(error)}); delete the folder and prepare it again"
-        ) from error
+        problem = one_line(error, 200)
+        raise UserError(f"the vocabulary is damaged ({problem}); delete the folder and prepare it again") from error
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise UserError(f"the vocabulary has no {END_OF_TEXT}; delete the folder and prepare it again")
     tokenizer.encode_special_tokens = True

@@ -8,8 +8,7 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
 from mupscale._torch import inner_schedulers
-from mupscale.arguments import refuse_unless_level, refuse_unless_whole
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_level, refuse_unless_whole
 from mupscale.widening.state import refuse_bad_levels
 
 

@@ -23,9 +23,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import is_too_large, tree_map
-from mupscale.base_shapes import Init, set_base_shapes
-from mupscale.checks.recording import generators_kept
-from mupscale.checks.structures import leaves_of, map_leaves
+from mupscale.base_shapes import Init, apply_mup, set_base_shapes
+from mupscale.checks.recording import generators_kept, leaves_of, map_leaves
 from mupscale.clipping import clip_grad_norm_
 from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
@@ -47,7 +46,6 @@ from mupscale.models.checkpoint import (
     restore_mixed_widths,
 )
 from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
-from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.pairing import refuse_lazy
 from mupscale.widening.stepping import attach
 from mupscale.widening.write import carry_frozen_, carry_modes_

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from mupscale.checks.agreement import Agreement, check_agreement
 from mupscale.checks.float64 import float64_copy
 from mupscale.checks.forward_pass import watched
-from mupscale.checks.recording import generators_kept, state_kept
-from mupscale.checks.structures import leaves_of, map_leaves
+from mupscale.checks.recording import generators_kept, leaves_of, map_leaves, state_kept
 from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError
 from mupscale.models.base import Growable, hint_of_parameters_outside, without_log

@@ -14,7 +14,7 @@ from mupscale.errors import UserError, needs_extra
 from mupscale.models._lightning import is_trial_run, run_folder
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.checkpoint import load_weights
-from mupscale.models.language import LanguageModel
+from mupscale.models.tasks import LanguageModel
 from mupscale.sharding import gathered
 from mupscale.widening.growth import Role
 
@@ -109,7 +109,7 @@ class CausalLMNet(nn.Module):
 
     @property
     def depth(self) -> int | None:
-        from mupscale.hf.config_depth import layers_of
+        from mupscale.hf.config import layers_of
 
         found = layers_of(self.config)
         return None if found is None else found[1]
@@ -180,8 +180,7 @@ class HFCausalLM(LanguageModel):
             import transformers  # noqa: F401
 
             from mupscale.hf.causal_lm import config_in, config_of
-            from mupscale.hf.config import hidden_size_of
-            from mupscale.hf.config_depth import layers_of
+            from mupscale.hf.config import hidden_size_of, layers_of
 
         if folder is None and config is None:
             raise UserError(
@@ -225,8 +224,7 @@ class HFCausalLM(LanguageModel):
 
     def build(self, width: int, layers: int | None = None) -> nn.Module:
         from mupscale.hf.causal_lm import config_of
-        from mupscale.hf.config import config_at
-        from mupscale.hf.config_depth import config_with_layers
+        from mupscale.hf.config import config_at, config_with_layers
 
         try:
             config = config_at(config_of(self.hparams["config"]), width)

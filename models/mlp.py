@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mupscale._torch import has_hooks
 from mupscale.models.arguments import refuse_bad_counts
-from mupscale.models.classifier import Classifier
+from mupscale.models.tasks import Classifier
 from mupscale.readout import Readout
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import is_compiled_in_place
-from mupscale.checks.recording import generators_kept, state_kept
-from mupscale.checks.structures import map_leaves
+from mupscale.checks.recording import generators_kept, map_leaves, state_kept
 from mupscale.errors import UserError
 from mupscale.models._lightning import attach_trainer, configured_optimizers
 from mupscale.models.base import without_log

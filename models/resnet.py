@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mupscale.errors import UserError
 from mupscale.models.arguments import refuse_bad_counts
-from mupscale.models.classifier import Classifier
+from mupscale.models.tasks import Classifier
 from mupscale.readout import Readout
 
 

@@ -8,6 +8,7 @@ from mupscale import _torchvision as _torchvision
 if TYPE_CHECKING:
     from mupscale import methods as methods
     from mupscale import schedules as schedules
+    from mupscale.base_shapes import apply_mup as apply_mup
     from mupscale.base_shapes import set_base_shapes as set_base_shapes
     from mupscale.checks.claims import check_claim as check_claim
     from mupscale.checks.verdict import Verdict as Verdict
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from mupscale.methods.noise import (
         SignalNoise as SignalNoise,
     )
-    from mupscale.mup_optimizers import apply_mup as apply_mup
     from mupscale.readout import Readout as Readout
     from mupscale.widening.hints import Hints as Hints
     from mupscale.widening.optimizers import register_optimizer as register_optimizer
@@ -46,7 +46,7 @@ _HOME = {
     "UpscaleReport": "methods.grow",
     "UserError": "errors",
     "Verdict": "checks.verdict",
-    "apply_mup": "mup_optimizers",
+    "apply_mup": "base_shapes",
     "attach": "widening.stepping",
     "check_claim": "checks.claims",
     "clip_grad_norm_": "clipping",

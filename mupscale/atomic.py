@@ -1,7 +1,8 @@
-"""Writing files so that a reader finds the old content or the new one, never a part of either; and locks."""
+"""Writing files and folders so that a reader finds the old content or the new one, never a part of it; and locks."""
 
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +65,7 @@ def sync_folder(path: Path) -> None:
 
 
 def partial(path: Path) -> Path:
-    """The temporary file of `durably`."""
+    """The temporary file of `durably`, or folder of `whole_folder`."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -92,3 +93,34 @@ def locked(path: Path, in_use: str) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(file)
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """Yields an empty hidden folder beside `out`, which becomes `out` at the end; if the block fails, it is deleted.
+
+    A process that is killed leaves the hidden folder and its lock behind. The next one for the same `out` deletes both.
+    UserError if `out` exists, or if a living process is writing it.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    in_use = f"another process is writing --out {out}; wait for it, or name another folder"
+    with locked(out.with_name(f".{out.name}.lock"), in_use):
+        if out.exists() or out.is_symlink():
+            raise UserError(f"--out {out} exists; name another folder, or delete it")
+        unfinished = partial(out)
+        _remove(unfinished)
+        try:
+            unfinished.mkdir()
+            yield unfinished
+            sync_folder(unfinished)
+            unfinished.rename(out)
+            sync_folder(out.parent)
+        finally:
+            _remove(unfinished)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import foreach_mul, foreach_norm
-from mupscale.arguments import refuse_unless_level, refuse_unless_model
+from mupscale.errors import refuse_unless_level, refuse_unless_model
 from mupscale.sharding import gathered
 from mupscale.widening import table
 from mupscale.widening.stepping import Record, records_of

@@ -1,8 +1,14 @@
-"""The error for users' mistakes: `python -m mupscale` prints it as one line; all other errors keep their traceback."""
+"""The error for users' mistakes, and checks of the arguments of library calls.
 
-from collections.abc import Iterator
+`python -m mupscale` prints a UserError as one line; all other errors keep their traceback.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 
 class UserError(ValueError):
@@ -45,6 +51,11 @@ def needs_extra(name: str) -> Iterator[None]:
         raise UserError(f"{package} is not installed. Install it with: pip install {pip_requirement(name)}") from error
 
 
+def one_line(error: object, most: int | None = None) -> str:
+    """The message of an exception as one line, for a message of our own; without one, its class."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def pip_requirement(extra: str, package: Path = Path(__file__).parent) -> str:
     """What pip installs for an extra: of the checkout, where the package lies in one, because it is on no index then.
 
@@ -53,3 +64,46 @@ def pip_requirement(extra: str, package: Path = Path(__file__).parent) -> str:
     """
     root = package.resolve().parent
     return f"-e '{root}[{extra}]'" if (root / "pyproject.toml").is_file() else f"'mupscale[{extra}]'"
+
+
+def refuse_unless_whole(name: str, value: Any, least: int | None = 1) -> None:
+    """Raises a UserError if a value is not a whole number, of at least `least` unless that is None."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and int(value) < least):
+        at_least = "" if least is None else f" of at least {least}"
+        raise UserError(f"{name} must be a whole number{at_least}, got {shown(value)}")
+
+
+def refuse_unless_level(name: str, value: Any) -> None:
+    """Raises a UserError if a value is not a finite number of at least 0."""
+    try:
+        fits = not isinstance(value, bool | str | bytes) and math.isfinite(value) and value >= 0
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        fits = False
+    if not fits:
+        raise UserError(f"{name} must be a finite number of at least 0, got {shown(value)}")
+
+
+def refuse_unless_callable(name: str, value: Any, form: str) -> None:
+    """Raises a UserError if a value is not a function; `form` shows one."""
+    if not callable(value):
+        raise UserError(f"{name} must be a function, give {form}; got {shown(value)}")
+
+
+def refuse_unless_iterable(name: str, value: Any, of: str) -> None:
+    """Raises a UserError if a value is not iterable."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+        raise UserError(f"{name} must be a list of {of}, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value in a few characters, for a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}... ({type(value).__name__})"
+
+
+def refuse_unless_model(name: str, model: object) -> None:
+    """Raises a UserError if something is not a model but, for example, a class, a state_dict or None."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")

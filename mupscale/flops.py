@@ -11,8 +11,7 @@ does, with torch's FLOP counter. The paper's estimates are larger by exactly
 import math
 from collections.abc import Sequence
 
-from mupscale.arguments import refuse_unless_iterable, refuse_unless_level
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_iterable, refuse_unless_level
 
 LOGGED = 10**6
 """FLOPs in a unit of the horizontal axis of the curves against FLOPs."""

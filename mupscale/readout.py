@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mupscale.arguments import refuse_unless_whole
+from mupscale.errors import refuse_unless_whole
 
 
 class Readout(nn.Linear):

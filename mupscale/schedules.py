@@ -8,8 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mupscale._torch import inner_schedulers
-from mupscale.arguments import refuse_unless_whole
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_whole
 from mupscale.widening.groups import Source
 from mupscale.widening.optimizers import Group
 

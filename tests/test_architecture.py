@@ -21,8 +21,8 @@ FOLDERS = {
 LEAVES = {
     f"mupscale.{name}"
     for name in (
-        "_torch", "_torchmetrics", "_torchvision", "arguments", "atomic", "cuda_graph", "data_files", "errors", "flops",
-        "layer_names", "readout", "sharding", "spectral", "text_tables", "watching",
+        "_torch", "_torchmetrics", "_torchvision", "atomic", "cuda_graph", "data_files", "errors", "flops",
+        "readout", "sharding", "spectral", "text_tables",
     )
 }  # fmt: skip
 """Anybody may import these."""
@@ -157,7 +157,7 @@ def test_no_command_imports_another():
 
 OTHER_POWERS = {
     "mupscale/clipping.py": {"math.sqrt(table.clip(width.scale))"},
-    "mupscale/hf/config_depth.py": {"math.sqrt(len(sources) / old)"},  # of numbers of layers
+    "mupscale/hf/config.py": {"math.sqrt(len(sources) / old)"},  # of numbers of layers
     "mupscale/methods/duplication.py": {"10 ** (-self.decibels / 20)"},
     "mupscale/methods/ligo.py": {"math.sqrt(group.units)"},  # the size of random numbers
     "mupscale/widening/axes.py": {"math.sqrt(1 - 1 / count)"},  # the variance that centring leaves
@@ -184,7 +184,7 @@ def test_every_power_of_a_width_factor_is_in_the_table():
     assert powers_in("a = k**-0.5 + math.sqrt(k)") == {"k ** (-0.5)", "math.sqrt(k)"}
     rooms = [ROOT / "mupscale" / room for room in ("widening", "methods", "growing", "hf")]
     files = [path for room in rooms for path in sorted(room.glob("*.py"))]
-    files += [ROOT / "mupscale" / name for name in ("base_shapes.py", "mup_optimizers.py", "clipping.py")]
+    files += [ROOT / "mupscale" / name for name in ("base_shapes.py", "clipping.py")]
     elsewhere = {}
     for path in files:
         name = str(path.relative_to(ROOT))

@@ -49,4 +49,4 @@ def test_the_examples_of_a_module(name: str):
 
 def test_examples_are_found_in_all_packages():
     found = {*modules_with_examples()}
-    assert {"mupscale.errors", "mupscale.layer_names", "mupscale.callbacks.tensorboard"} <= found
+    assert {"mupscale.errors", "mupscale.text_tables", "mupscale.callbacks.tensorboard"} <= found

@@ -36,7 +36,6 @@ FOLDERS = {"mupscale": "mupscale"} | {
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "google": "tensorboard",  # protobuf, in which tensorboard writes its files
-    "sklearn": "scikit-learn",
     "triton": "torch",  # whose builds for CUDA bring it
     "yaml": "pyyaml",
 }

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mupscale.layer_names import braced
-from mupscale.text_tables import Style, folded, table
+from mupscale.text_tables import Style, braced, folded, table
 
 ROWS = [("name", "number", "where"), ("a.long.name", "5", "first, second"), ("b", "120", "")]
 

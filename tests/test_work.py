@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from training_runs import TREESPEC_WARNING
 
 import mupscale
-from mupscale.callbacks import fast_loop, summary
+from mupscale.callbacks import fast_loop, plain
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -74,7 +74,7 @@ def fit(
 @pytest.fixture(autouse=True)
 def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the progress bar, which is drawn by the clock."""
-    monkeypatch.setattr(summary.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(plain.time, "monotonic", lambda: 100.0)
 
 
 class AtEnds(Callback):

@@ -1,7 +1,7 @@
 """Does a plan make the wide model compute and train as the narrow one? One forward and backward pass of both."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.checks.comparison import relative_error, widened_gradient
-from mupscale.checks.float64 import copied, perturb_, unfreeze_
+from mupscale.checks.float64 import copied, copy_to_compare
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, Planned, match
 from mupscale.checks.recording import buffers_kept, float_copies, generators_kept, training_mode
 from mupscale.device_memory import free_bytes
-from mupscale.errors import UserError
+from mupscale.errors import UserError, one_line
 from mupscale.methods.base import GrowthMethod
 from mupscale.methods.grow import grow
 from mupscale.sharding import is_sharded
@@ -39,7 +39,6 @@ class Agreement:
     gradients: float = 0.0
     """How far the wide gradients are from those of Table 1, likewise."""
     precision: str = "float64"
-    """In which the models were compared."""
     first_difference: str | None = None
     """The first module that differs."""
     reason: str = ""
@@ -137,7 +136,8 @@ def gradients_after(
 ) -> dict[str, Tensor]:
     """The gradients that the wide model has just after a method has grown it; computed with copies."""
     with generators_kept(), torch.inference_mode(False), torch.enable_grad(), _full_precision():
-        before, after = _copy("narrow", narrow, dtype), _copy("wide", wide, dtype)
+        before = copy_to_compare("upscale: narrow", narrow, dtype, perturbed=False)
+        after = copy_to_compare("upscale: wide", wide, dtype, perturbed=False)
         grow(before, after, hints=plan, method=method)
         _, result = watched(after, call, dtype=dtype)
         return named_gradients(after, weighted_sum(floats_of(result)))
@@ -149,7 +149,8 @@ def change_of_outputs(narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call
     The root mean square of the difference, relative to that of what the narrow model returns.
     """
     with generators_kept(), torch.inference_mode(False), torch.no_grad(), _full_precision():
-        before, after = _copy("narrow", narrow, dtype), _copy("wide", wide, dtype)
+        before = copy_to_compare("upscale: narrow", narrow, dtype, perturbed=False)
+        after = copy_to_compare("upscale: wide", wide, dtype, perturbed=False)
         _, first = watched(before, call, dtype=dtype)
         grow(before, after, hints=plan)
         _, second = watched(after, call, dtype=dtype)
@@ -214,7 +215,7 @@ class _Check:
                 "call=lambda model: model(batch)"
             )
         self.tolerance = _IN_FLOAT64 if dtype is torch.float64 else self._tolerance_in_float32()
-        self.wide = _copy("wide", wide, dtype)
+        self.wide = copy_to_compare("upscale: wide", wide, dtype, perturbed=False)
         grow(self.narrow, self.wide, hints=plan)
         self.repeated: tuple[str, ...] = ()
         """A note on outputs that grow."""
@@ -225,9 +226,7 @@ class _Check:
         """A copy that runs, how equal inputs are varied, and what it gives: perturbed and varied if that is finite."""
         failure: _Fails | None = None
         for perturbed, ways in ((True, (1, -1, 0)), (False, (0,))):
-            model = _copy("narrow", narrow, self.dtype)
-            if perturbed:
-                perturb_(model)
+            model = copy_to_compare("upscale: narrow", narrow, self.dtype, perturbed=perturbed)
             for self.vary in ways:
                 try:
                     made = self._pass_of_narrow(model)
@@ -421,23 +420,14 @@ class _Check:
         dropping = {name: module for name, module in self.narrow.named_modules() if dropout_of(module)}
         if not dropping:
             return (), ()
-        before, after = self._shapes(self.narrow), self._shapes(self.wide)
-        grown = tuple(name for name in dropping if before.get(name) != after.get(name))
+        shapes: list[dict[str, list[torch.Size]]] = [{}, {}]
+        for of_model, model in zip(shapes, (self.narrow, self.wide), strict=True):
+            for name, kind, sizes in self._events(model, lambda values: [x.shape for x in tensors_of(values)]):
+                if kind == "ends":
+                    of_model.setdefault(name, []).extend(sizes)
+        grown = tuple(name for name in dropping if shapes[0].get(name) != shapes[1].get(name))
         kept = ((name, module) for name, module in dropping.items() if name not in grown)
         return grown, tuple(f"{name or THE_MODEL}: {caveat(module, module)}" for name, module in kept)
-
-    def _shapes(self, model: nn.Module) -> dict[str, list[torch.Size]]:
-        """The shapes of what every module returns."""
-        shapes: dict[str, list[torch.Size]] = {}
-
-        def note(name: str, kind: Kind, values: Any) -> None:
-            if kind == "ends" and not (model is self.wide and self._is_new(name)):
-                source = source_of(self.plan.layers, name) if model is self.wide else name
-                shapes.setdefault(source, []).extend(tensor.shape for tensor in tensors_of(values))
-
-        with buffers_kept(model), torch.no_grad():
-            watched(model, self.call, note, dtype=self.dtype, vary=self.vary)
-        return shapes
 
     def _unlike_statistics(self, narrow: Mapping[str, Tensor]) -> tuple[str, ...]:
         if all(torch.equal(narrow[name], buffer) for name, buffer in self.narrow.named_buffers()):
@@ -481,13 +471,10 @@ class _Check:
         return module, reason, is_random
 
     def _first_difference(self, error: _Differs) -> tuple[str, str]:
-        before, after = self._events(self.narrow), self._events(self.wide)
-        after = [
-            (source_of(self.plan.layers, name), kind, values) for name, kind, values in after if not self._is_new(name)
-        ]
         if error.parameter:
             module = source_of(self.plan.layers, error.parameter).rpartition(".")[0]
             return module or THE_MODEL, f"from the end, that of a parameter of {_named(self.narrow, module)}"
+        before, after = self._events(self.narrow, float_copies), self._events(self.wide, float_copies)
         scaled: tuple[str, str] | None = None
         for (name, kind, narrow), (wide_name, wide_kind, wide) in zip(before, after, strict=False):
             if (name, kind) != (wide_name, wide_kind):
@@ -511,21 +498,19 @@ class _Check:
         parent = name.rpartition(".")[0]
         return parent or THE_MODEL, f"what {_named(self.narrow, parent)} computes before {name!r} {what}"
 
-    def _events(self, model: nn.Module) -> list[tuple[str, Kind, list[Tensor]]]:
-        events: list[tuple[str, Kind, list[Tensor]]] = []
+    def _events(self, model: nn.Module, read: Callable[[Any], list[Any]]) -> list[tuple[str, Kind, list[Any]]]:
+        """What `read` makes of the values with which modules begin and end, under the names of the narrow model."""
+        events: list[tuple[str, Kind, list[Any]]] = []
 
         def note(name: str, kind: Kind, values: Any) -> None:
-            events.append((name, kind, float_copies(values)))
+            if model is self.narrow:
+                events.append((name, kind, read(values)))
+            elif not self._is_new(name):
+                events.append((source_of(self.plan.layers, name), kind, read(values)))
 
         with buffers_kept(model), torch.no_grad():
             watched(model, self.call, note, dtype=self.dtype, vary=self.vary)
         return events
-
-
-def _copy(name: str, model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    twin = copied(f"upscale: {name}", model, dtype).eval()
-    unfreeze_(twin)
-    return twin
 
 
 def _planned(plan: Plan) -> Planned:
@@ -572,4 +557,4 @@ def _error(value: Tensor, wanted: Tensor) -> float:
 
 
 def _shown(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {one_line(error, 300)}"

@@ -22,7 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.arguments import (
+from mupscale.checks.recording import Recorder, buffers_kept
+from mupscale.clipping import clip_grad_norm_
+from mupscale.errors import (
+    UserError,
     refuse_unless_callable,
     refuse_unless_iterable,
     refuse_unless_level,
@@ -30,14 +33,10 @@ from mupscale.arguments import (
     refuse_unless_whole,
     shown,
 )
-from mupscale.checks.recording import Recorder, buffers_kept
-from mupscale.clipping import clip_grad_norm_
-from mupscale.errors import UserError
 from mupscale.methods.grow import as_list, grow
 from mupscale.methods.noise import AdditiveNoise, Noise
 from mupscale.readout import Readout
-from mupscale.text_tables import Paint, Style, folded, table, unpainted
-from mupscale.watching import Watch, unwatched
+from mupscale.text_tables import Paint, Style, Watch, folded, table, unpainted, unwatched
 
 FACTORS = (2, 4, 8)
 """The factors by which the narrowest network is upscaled; the others are upscaled by the first."""

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import TorchDispatchMode, tree_leaves
-from mupscale.checks.recording import buffers_kept
-from mupscale.checks.structures import leaves_of, map_leaves, unknown_kinds
-from mupscale.errors import UserError
+from mupscale.checks.recording import buffers_kept, leaves_of, map_leaves, unknown_kinds
+from mupscale.errors import UserError, one_line
 from mupscale.widening.stepping import restore_infshapes
 from mupscale.widening.write import is_inexact
 
@@ -56,17 +55,21 @@ def copied(name: str, model: nn.Module, dtype: torch.dtype = torch.float64) -> n
                 except Exception as reason:
                     raise UserError(
                         f"{name} has an attribute {f'{module_name}.{attribute}'.removeprefix('.')!r} of class "
-                        f"{type(value).__name__} that cannot be copied ({' '.join(str(reason).split())}). Remove it, "
-                        "or give its class a method __deepcopy__"
+                        f"{type(value).__name__} that cannot be copied ({one_line(reason)}). Remove it, or give its "
+                        "class a method __deepcopy__"
                     ) from error
         raise
 
 
-def unfreeze_(model: nn.Module) -> None:
-    """Lets all parameters of a copy have gradients, so that frozen ones are tested too."""
-    for parameter in model.parameters():
+def copy_to_compare(name: str, model: nn.Module, dtype: torch.dtype = torch.float64, *, perturbed: bool) -> nn.Module:
+    """Such a copy in evaluation mode, in which frozen parameters have gradients too; `perturbed` by `perturb_`."""
+    twin = copied(name, model, dtype).eval()
+    for parameter in twin.parameters():
         if is_inexact(parameter):
             parameter.requires_grad_()
+    if perturbed:
+        perturb_(twin)
+    return twin
 
 
 @torch.no_grad()
@@ -174,7 +177,7 @@ def loss_in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, 
     try:
         return loss(model, batch)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        message = " ".join(str(error).split())
+        message = one_line(error)
         if not any(word in message for word in ("Double", "float64", "dtype", "data type", "scalar type")):
             raise
         strangers = unknown_kinds(batch)

@@ -7,7 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.arguments import (
+from mupscale.checks.comparison import Comparison
+from mupscale.checks.float64 import Batches, computes_in_float32, copied, loss_in_float64, steps_in_float32
+from mupscale.checks.recording import Recorder, generators_kept, seed_generators
+from mupscale.checks.verdict import TOLERANCE, TOLERANCE_FLOAT32, Verdict
+from mupscale.clipping import clip_grad_norm_
+from mupscale.errors import (
+    UserError,
     refuse_unless_callable,
     refuse_unless_iterable,
     refuse_unless_level,
@@ -15,14 +21,8 @@ from mupscale.arguments import (
     refuse_unless_whole,
     shown,
 )
-from mupscale.checks.comparison import Comparison
-from mupscale.checks.float64 import Batches, computes_in_float32, copied, loss_in_float64, steps_in_float32
-from mupscale.checks.recording import Recorder, generators_kept, seed_generators
-from mupscale.checks.verdict import TOLERANCE, TOLERANCE_FLOAT32, Verdict
-from mupscale.clipping import clip_grad_norm_
-from mupscale.errors import UserError
 from mupscale.methods.grow import as_list, grow
-from mupscale.watching import Watch, unwatched
+from mupscale.text_tables import Watch, unwatched
 from mupscale.widening.axes import duplicate
 from mupscale.widening.hints import Hints
 from mupscale.widening.modules import dropout_of

@@ -8,6 +8,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 
+from mupscale.base_shapes import apply_mup
 from mupscale.callbacks.upscale import UpscaleCallback, is_smaller
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
@@ -17,7 +18,6 @@ from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters
 from mupscale.models.base import Growable, doubled, has_own_optimizers
 from mupscale.models.checkpoint import Size
-from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.layers import Depth
 from mupscale.widening.plan_text import Plan
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import tree_map
-from mupscale.arguments import refuse_unless_whole
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.outputs import refuse_output_folder
 from mupscale.commands.status import Status
 from mupscale.commands.terminal import show
-from mupscale.errors import UserError, needs_extra
+from mupscale.errors import UserError, needs_extra, refuse_unless_whole
 
 ROWS = 16
 """How many rows of each batch are used. Slopes do not depend on it, and the time does."""

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from mupscale.arguments import refuse_unless_level
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_level
 
 NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "betas")
 """Arguments of optimizers that must be at least 0."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.base_shapes import apply_mup
 from mupscale.commands.cli import import_classes
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed
-from mupscale.mup_optimizers import apply_mup
 from mupscale.schedules import refuse_one_rate_in_state, rescale_schedule_state
 from mupscale.widening.groups import SOURCE_GROUP, continued_groups, sources_of
 from mupscale.widening.layers import standing_in

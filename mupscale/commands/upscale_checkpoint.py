@@ -34,7 +34,6 @@ from mupscale.commands.saved_model import (
 from mupscale.commands.terminal import show
 from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
-from mupscale.layer_names import starred
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.methods.noise import Noise
@@ -54,6 +53,7 @@ from mupscale.models.checkpoint import (
 )
 from mupscale.models.growth_check import check_growth, find_residual_outputs, refuse_inexact, undeclared_lists
 from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
+from mupscale.text_tables import starred
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, How
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.atomic import whole_folder
 from mupscale.commands.saved_model import continue_groups, continue_schedules, fresh_optimizer, saved_optimizer
 from mupscale.errors import UserError
-from mupscale.hf.whole_folder import whole_folder
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport
 from mupscale.methods.noise import Constants, Noise, add_noise_

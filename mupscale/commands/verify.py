@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from mupscale.base_shapes import apply_mup
 from mupscale.checks.claims import check_claim
 from mupscale.checks.verify import verify
 from mupscale.commands.configured import configured, first_batches, growths
@@ -20,7 +21,6 @@ from mupscale.commands.terminal import columns, paint
 from mupscale.methods import Duplication
 from mupscale.models.base import has_own_optimizers
 from mupscale.models.growth_check import LossBySize
-from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.hints import Hints
 
 NOT_CHECKED = "cannot be checked outside of a run: model.optimizer is checked in its place"

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from mupscale.discovery.cuts import PairedCut, layouts_of
 from mupscale.discovery.found import nearest_power
 from mupscale.discovery.hypothesis import Group, Hypothesis, is_known
-from mupscale.discovery.passes import Event, Outcome
-from mupscale.layer_names import starred
+from mupscale.discovery.passes import Event, Outcome, PairedCut, layouts_of
+from mupscale.text_tables import starred
 from mupscale.widening.axes import Layout, Piece, evenly
 from mupscale.widening.table import Side
 

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mupscale._torch import tree_leaves
-from mupscale.checks.float64 import copied, perturb_, unfreeze_
-from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, watched, weighted_sum
-from mupscale.checks.precision import Precision
+from mupscale.checks.float64 import copy_to_compare
+from mupscale.checks.forward_pass import Call, Kind, Precision, floats_of, named_gradients, watched, weighted_sum
 from mupscale.checks.recording import generators_kept
-from mupscale.errors import UserError
-from mupscale.layer_names import starred
+from mupscale.errors import UserError, one_line
+from mupscale.text_tables import starred
 from mupscale.widening.layers import joined
 from mupscale.widening.write import is_inexact
 
@@ -39,12 +38,8 @@ def find_residual(model: nn.Module, lists: Sequence[str], call: Call) -> dict[st
     """The parameters that make layers the identity, by name, with the values that do.
 
     The value is 0; for a gain 1 + w it is -1, and for a factor of what the layer gets it is 1. Every layer of the named
-    lists that can be the identity has such parameters. A list without such a layer is refused.
-
-    Args:
-        model: The model, which stays as it is.
-        lists: Names of its lists of layers, `nn.ModuleList` or `nn.Sequential`.
-        call: One forward pass of a model, `lambda model: model(batch)`.
+    lists, `nn.ModuleList` or `nn.Sequential`, that can be the identity has such parameters. A list without such a layer
+    is refused. `call` is one forward pass of a model; the model stays as it is.
 
     Examples:
         >>> import torch
@@ -59,21 +54,15 @@ def find_residual(model: nn.Module, lists: Sequence[str], call: Call) -> dict[st
         >>> find_residual(model, ["1"], lambda model: model(x))
         {'1.0.down.weight': 0.0, '1.0.down.bias': 0.0}
     """
-    with generators_kept():
-        return _found_residual(model, lists, call)
-
-
-def _found_residual(model: nn.Module, lists: Sequence[str], call: Call) -> dict[str, float]:
-    twin = copied("the model", model).eval()
-    unfreeze_(twin)
-    perturb_(twin)
-    layers = _recorded_layers(twin, lists, call)
-    owners: dict[int, list[str]] = {}
-    for name, parameter in twin.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
     answer: dict[str, float] = {}
-    for name in lists:
-        answer |= _residual_of_list(name, layers[name], owners)
+    with generators_kept():
+        twin = copy_to_compare("the model", model, perturbed=True)
+        layers = _recorded_layers(twin, lists, call)
+        owners: dict[int, list[str]] = {}
+        for name, parameter in twin.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(name)
+        for name in lists:
+            answer |= _residual_of_list(name, layers[name], owners)
     return answer
 
 
@@ -126,7 +115,7 @@ class _Layer:
                 with Precision():
                     outputs = floats_of(self.module(*args, **kwargs))
             except Exception as error:  # whatever a layer does apart from its model
-                raise _NoIdentity(f"cannot be run by itself ({' '.join(str(error).split())[:100]})") from error
+                raise _NoIdentity(f"cannot be run by itself ({one_line(error, 100)})") from error
             if not outputs:
                 raise _NoIdentity("returns no floating-point numbers")
             yield outputs[0]

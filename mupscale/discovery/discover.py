@@ -6,25 +6,23 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mupscale.arguments import refuse_unless_callable, refuse_unless_model
-from mupscale.checks.float64 import copied, perturb_, unfreeze_
+from mupscale.checks.float64 import copy_to_compare, perturb_
 from mupscale.checks.forward_pass import Call
 from mupscale.checks.recording import generators_kept
-from mupscale.discovery.cuts import PairedCut, paired
 from mupscale.discovery.found import Found, growth_factors, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
-from mupscale.discovery.passes import Recording
+from mupscale.discovery.passes import PairedCut, Recording, paired
 from mupscale.discovery.search import Search
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_callable, refuse_unless_model
 from mupscale.methods.grow import grow
-from mupscale.watching import Watch, unwatched
+from mupscale.text_tables import Watch, unwatched
 from mupscale.widening.axes import LayoutSpec
 from mupscale.widening.growth import Role
 from mupscale.widening.hints import Hints, Rescale
-from mupscale.widening.pairing import Use, refuse_lazy
+from mupscale.widening.modules import fold_weight_norms_
+from mupscale.widening.pairing import Use, refuse_lazy, refuse_scripted
 from mupscale.widening.plan import plan
 from mupscale.widening.table import Side
-from mupscale.widening.weight_norm import fold_weight_norms_
 
 TOLERANCE = 1e-9
 
@@ -64,11 +62,7 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
         refuse_lazy(model)
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise UserError(f"discover: {name} is on the meta device and cannot run; build it on the CPU")
-        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-            raise UserError(
-                f"discover: {name} is compiled by torch.jit, which hides what it computes. Pass the model as it was "
-                "before"
-            )
+        refuse_scripted(f"discover: {name}", model)
     refuse_unless_callable("discover: call", call, "lambda model: model(batch)")
     with generators_kept(), torch.inference_mode(False), torch.enable_grad():
         before, after = _copies(narrow, wide)
@@ -111,16 +105,14 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
 
 def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Copies of both models in float64 on the CPU, the parameters of the narrow one perturbed."""
-    before, after = (_copied(model) for model in (narrow, wide))
-    for model in (before, after):
-        unfreeze_(model)
-    perturb_(before)
-    return before, after
+    return _copied(narrow, perturbed=True), _copied(wide)
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    answer = copied("discover: the model", model).cpu().eval()
+def _copied(model: nn.Module, *, perturbed: bool = False) -> nn.Module:
+    answer = copy_to_compare("discover: the model", model, perturbed=False).cpu()
     fold_weight_norms_(answer)
+    if perturbed:
+        perturb_(answer)
     return answer
 
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from mupscale.discovery.cuts import PairedCut, layouts_of
+from mupscale.discovery.passes import PairedCut, layouts_of
 from mupscale.errors import UserError
-from mupscale.layer_names import by_layer, starred
+from mupscale.text_tables import by_layer, starred
 from mupscale.widening.axes import Layout, LayoutSpec, Piece, evenly, narrow_length, parse_layout, wide_length
 from mupscale.widening.growth import Role
 from mupscale.widening.hints import Blocks, Hints, Rescale
-from mupscale.widening.weight_norm import named_weights
+from mupscale.widening.modules import named_weights
 
 Shape = tuple[int, ...]
 

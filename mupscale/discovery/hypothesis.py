@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
-from mupscale.layer_names import starred
+from mupscale.text_tables import starred
 from mupscale.widening import modules
 from mupscale.widening.axes import Layout, Piece, centre_, duplicate_, evenly, narrow_length, whole_factor, wide_length
 from mupscale.widening.pairing import Pairing, Use

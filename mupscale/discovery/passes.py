@@ -1,7 +1,9 @@
-"""Compares one forward pass of both models: where they first differ, and their ratio up to that point."""
+"""Compares one forward pass of both models: where they first differ, their ratio up to that point, and where they cut
+their axes into sections: the lengths in calls of `split`, and the ends of slices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -10,10 +12,81 @@ from torch import Tensor, nn
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, Planned, match
 from mupscale.checks.recording import buffers_kept
-from mupscale.discovery.cuts import Cut, cuts_of
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
 from mupscale.errors import UserError
-from mupscale.widening.axes import Layout, duplicate, wide_length
+from mupscale.widening.axes import Layout, Piece, duplicate, wide_length
+
+Cut = tuple[int, ...]
+"""The lengths of the sections of an axis."""
+
+PairedCut = tuple[tuple[int, int], ...]
+"""The lengths of the sections in the narrow and in the wide model."""
+
+_SPLITS: tuple[Callable[..., Any], ...] = (
+    torch.split,
+    torch.chunk,
+    torch.tensor_split,
+    torch.split_with_sizes,
+    Tensor.split,
+    Tensor.chunk,
+    Tensor.tensor_split,
+    Tensor.split_with_sizes,
+)
+_MOST_LAYOUTS = 24
+"""Of one axis."""
+
+
+def cuts_of(func: Callable[..., Any], args: Sequence[Any], result: Any) -> Iterator[Cut]:
+    """The sections into which one operation cuts an axis; nothing for most operations."""
+    if func in _SPLITS and args and isinstance(args[0], Tensor):
+        parts = [part for part in result if isinstance(part, Tensor)]
+        for axis, size in enumerate(args[0].shape):
+            lengths = tuple(part.shape[axis] for part in parts if part.shape[axis])
+            if len(lengths) > 1 and sum(lengths) == size:
+                yield lengths
+                return
+    elif func is Tensor.__getitem__:
+        yield from _ends(args[0], args[1])
+
+
+def _ends(tensor: Tensor, index: Any) -> Iterator[Cut]:
+    rows = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(row, Tensor) or row is None for row in rows):
+        return
+    if Ellipsis in rows:
+        place = rows.index(Ellipsis)
+        rest = tensor.ndim - len(rows) + 1
+        rows = (*rows[:place], *[slice(None)] * rest, *rows[place + 1 :])
+    for size, row in zip(tensor.shape, rows, strict=False):
+        if isinstance(row, slice):
+            start, stop, step = row.indices(size)
+            lengths = tuple(length for length in (start, stop - start, size - stop) if length > 0)
+            if step == 1 and len(lengths) > 1 and sum(lengths) == size:
+                yield lengths
+
+
+def paired(narrow: Sequence[Cut], wide: Sequence[Cut]) -> list[PairedCut]:
+    """The cuts of two models side by side, each once; none if the models do not cut alike."""
+    if [len(cut) for cut in narrow] != [len(cut) for cut in wide]:
+        return []
+    return list(dict.fromkeys(tuple(zip(a, b, strict=True)) for a, b in zip(narrow, wide, strict=True)))
+
+
+def layouts_of(cuts: Sequence[PairedCut], narrow: int, wide: int, depth: int = 2) -> list[Layout]:
+    """The layouts of an axis that is cut in one of these ways, its sections perhaps cut again, up to `depth` times."""
+    whole = (cut for cut in _cut_again(cuts, narrow, wide, depth) if all(w % n == 0 for n, w in cut))
+    found = (tuple(Piece(n, n, w // n) for n, w in cut) for cut in whole)
+    return list(islice(dict.fromkeys(found), _MOST_LAYOUTS))
+
+
+def _cut_again(cuts: Sequence[PairedCut], narrow: int, wide: int, depth: int) -> Iterator[PairedCut]:
+    for cut in cuts:
+        if (sum(n for n, _ in cut), sum(w for _, w in cut)) != (narrow, wide):
+            continue
+        yield cut
+        for place, (n, w) in enumerate(cut) if depth else ():
+            for inner in _cut_again(cuts, n, w, depth - 1):
+                yield (*cut[:place], *inner, *cut[place + 1 :])
 
 
 @dataclass

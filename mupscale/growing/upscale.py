@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mupscale.arguments import refuse_unless_callable
 from mupscale.checks.agreement import Agreement, change_of_outputs, check_agreement, gradients_after
 from mupscale.checks.forward_pass import Call
 from mupscale.discovery.depth import find_residual
 from mupscale.discovery.discover import discover
-from mupscale.errors import UncheckedWarning, UserError
+from mupscale.errors import UncheckedWarning, UserError, refuse_unless_callable
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
 from mupscale.methods.noise import Noise

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from mupscale.data_files import json_of
-from mupscale.errors import UserError
-from mupscale.hf.folder import read_folder, without_implementations
+from mupscale.errors import UserError, one_line
+from mupscale.hf.folder import read_folder, read_json, without_implementations
 from mupscale.hf.forward_pass import quiet
 
 
@@ -44,7 +43,7 @@ def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
     try:
         config = config_class.from_dict({name: value for name, value in fields.items() if name != "model_type"})
     except Exception as error:  # transformers and huggingface_hub raise many kinds
-        raise UserError(f"these fields do not make a {kind}: {' '.join(str(error).split())}") from error
+        raise UserError(f"these fields do not make a {kind}: {one_line(error)}") from error
     return without_implementations("the configuration", config)
 
 
@@ -60,25 +59,16 @@ def _without_code(fields: Any) -> Any:
 
 def config_in(path: Path) -> PretrainedConfig:
     """The configuration of a folder with weights, or in a file such as config.json."""
-    if path.suffix.lower() != ".json":
-        config = read_folder(path).config
-        _refuse_other_models(config)
-        return config
-    try:
-        fields = json_of(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({' '.join(str(error).split())})") from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} is not the configuration of a model: it holds no names with values")
-    return config_of(fields)
+    if path.suffix.lower() == ".json":
+        return config_of(read_json(path))
+    config = read_folder(path).config
+    _refuse_other_models(type(config))
+    return config
 
 
-def _refuse_other_models(config: PretrainedConfig | type[PretrainedConfig]) -> None:
-    kind = config if isinstance(config, type) else type(config)
+def _refuse_other_models(kind: type[PretrainedConfig]) -> None:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"model_type = {config.model_type!r} has no causal language model; choose another, such as llama or gpt2"
-        )
+        raise UserError(f"model_type = {kind.model_type!r} has no causal language model; choose llama or gpt2, say")
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:
@@ -101,7 +91,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
                 dtype="auto",
             )
     except Exception as error:  # transformers and safetensors raise many kinds
-        raise UserError(f"{folder}: its weights cannot be loaded: {' '.join(str(error).split())}") from error
+        raise UserError(f"{folder}: its weights cannot be loaded: {one_line(error)}") from error
     model, notes = loaded
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(map(str, notes.get(what) or ()))

@@ -1,8 +1,9 @@
-"""Configurations of the transformers library, wider: `wide_config`."""
+"""Configurations of the transformers library, wider (`wide_config`) or with more layers (`deep_config`)."""
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -10,8 +11,8 @@ from typing import Any, Literal
 from transformers import PretrainedConfig
 
 from mupscale.errors import UserError
-from mupscale.hf.config_fields import Kind, fields_of, kind_of, parts
-from mupscale.hf.config_shrunken import HEAD_SIZE, HEADS, HIDDEN
+from mupscale.hf.config_fields import Kind, fields_of, is_size, kind_of, parts
+from mupscale.hf.config_shrunken import DEPTH, HEAD_SIZE, HEADS, HIDDEN, LAYER_NUMBERS
 
 Factor = int | float | Fraction
 
@@ -55,17 +56,13 @@ def wide_config(
 
 @dataclass(frozen=True)
 class ConfigGrowth:
-    """By how much the widths of a configuration grow. `ConfigGrowth(2).wide(config)` is the wide configuration."""
+    """The arguments of `wide_config`, and whether the model becomes deeper too, so that its width may stay."""
 
     factor: float
     keep_heads: bool | None = None
-    """Whether the number of heads stays, so that head_dim grows; None decides by the family."""
     only: Literal["feed_forward"] | None = None
-    """`feed_forward`: only the intermediate sizes grow."""
     fields: Mapping[str, float] | None = None
-    """Other factors, by the name of the field."""
     has_layers: bool = False
-    """Whether the model becomes deeper too, so that its width may stay."""
 
     def wide(self, config: PretrainedConfig) -> PretrainedConfig:
         """The wide configuration. UserError where a size would not be whole, or where nothing grows."""
@@ -130,7 +127,9 @@ def _scaled(
                     raise UserError(
                         f"{path}{name} is {value!r}: the model derives its value; set it before it can grow"
                     )
-    _refuse_unused(given.keys() - used, config)
+    unused = sorted(given.keys() - used)
+    if unused:
+        raise UserError(f"fields: the configuration of {config.model_type!r} has no field {unused[0]!r} of sizes")
     if common != 1 and not grown:
         what = "no feed-forward size that is set" if only else "no width"
         raise UserError(f"the configuration of {config.model_type!r} has {what}; name the fields, as in fields={{...}}")
@@ -141,7 +140,7 @@ def _scaled(
 def _factor_of(name: str, value: Any, kind: Kind, factor: Fraction, heads_stay: bool) -> Fraction:
     if kind in ("feed_forward", "width") or (kind == "heads" and not heads_stay):
         return factor
-    if kind == "unknown" and _sizes(value) and factor != 1:
+    if kind == "unknown" and _has_size(value) and factor != 1:
         raise UserError(
             f"field {name!r} = {value!r} looks like a size, and it is not known whether it grows with the width. Say "
             f"so: fields={{{name!r}: {factor}}} grows it, fields={{{name!r}: 1}} keeps it"
@@ -167,11 +166,8 @@ def _fraction(name: str, factor: Any) -> Fraction:
     return Fraction(factor).limit_denominator(1 << 16)
 
 
-def _sizes(value: Any) -> Iterator[int] | list[int]:
-    """The numbers in a field that are sizes: whole and positive."""
-    if isinstance(value, list | tuple):
-        return [size for entry in value for size in _sizes(entry)]
-    return [value] if isinstance(value, int) and not isinstance(value, bool) and value > 0 else []
+def _has_size(value: Any) -> bool:
+    return any(map(_has_size, value)) if isinstance(value, list | tuple) else is_size(value)
 
 
 def _times(name: str, value: Any, factor: Fraction) -> Any:
@@ -189,12 +185,6 @@ def _times(name: str, value: Any, factor: Fraction) -> Any:
     return int(size)
 
 
-def _refuse_unused(names: set[str], config: PretrainedConfig) -> None:
-    if names:
-        name = sorted(names)[0]
-        raise UserError(f"fields: the configuration of {config.model_type!r} has no field {name!r} with a size in it")
-
-
 def _refuse_odd_heads(narrow: PretrainedConfig, wide: PretrainedConfig) -> None:
     """Where the size of a head is hidden / heads, it must stay whole."""
     for (path, before), (_, after) in zip(parts(narrow), parts(wide), strict=True):
@@ -209,3 +199,127 @@ def _refuse_odd_heads(narrow: PretrainedConfig, wide: PretrainedConfig) -> None:
                     f"{path}{hidden} = {new[hidden]} is not divisible by {path}{heads} = {count}; choose factors of "
                     "these two fields for which it is"
                 )
+
+
+_BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "attention_layers")
+"""Lists with an entry for each layer, whatever a fresh configuration says."""
+_WINDOWS = "attention_window"
+"""A list with an entry for each layer that is not of a decoder."""
+_REPEATED = ("block_types",)
+"""Lists that are shorter than the number of layers, and repeated."""
+_FIRST = re.compile(r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|max_window_layers")
+"""How many of the first layers are of one kind."""
+_LAST = "moe_layer_end_index"
+"""The last layer of one kind."""
+_BRANCHES = "scale_depth"
+"""Branches are multiplied by this over the square root of the number of layers."""
+
+
+def numbers_of_layers(config: PretrainedConfig) -> dict[str, int]:
+    """The fields that look like a number of layers, by their paths; or a list with an entry for each layer.
+
+    >>> from transformers import T5Config
+    >>> numbers_of_layers(T5Config(num_layers=6, num_decoder_layers=4))
+    {'num_layers': 6, 'num_decoder_layers': 4}
+    """
+    answer: dict[str, int] = {}
+    for path, part in parts(config):
+        found = {name: value for name, value in vars(part).items() if DEPTH.fullmatch(name) and is_size(value)}
+        lists = {name: len(vars(part)[name]) for name in _BY_LAYER if vars(part).get(name)}
+        answer |= {path + name: value for name, value in (found or lists).items()}
+    return answer
+
+
+def layers_of(config: PretrainedConfig) -> tuple[str, int] | None:
+    """The path of the number of layers of the text model, and the number; None if the configuration has none."""
+    text = config.get_text_config()
+    name = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    numbers = numbers_of_layers(config)
+    paths = [path + name for path, part in parts(config) if part is text and path + name in numbers]
+    return (paths[0], numbers[paths[0]]) if paths else None
+
+
+def config_with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """A copy of `config` with so many layers; their kinds are spread evenly.
+
+    >>> from transformers import GPT2Config
+    >>> config_with_layers(GPT2Config(n_layer=2), 6).n_layer
+    6
+    """
+    found = layers_of(config)
+    assert found is not None
+    field, old = found
+    if layers == old:
+        return config
+    return deep_config(config, field, [number * old // layers for number in range(layers)], numbers_of_layers(config))
+
+
+def deep_config(
+    config: PretrainedConfig, field: str, sources: Sequence[int], others: Collection[str] = ()
+) -> PretrainedConfig:
+    """A copy of `config` with a layer for each of `sources`, which is of the kind of that layer in `config`.
+
+    Args:
+        config: The configuration of the shallow model.
+        field: The path of the number of layers, such as `num_hidden_layers` or `text_config.num_hidden_layers`.
+        sources: For each layer of the deep model, the number of a layer of the shallow one.
+        others: Paths of numbers of other layers, which stay.
+
+    Examples:
+        >>> from transformers import Qwen2Config
+        >>> kinds = ["sliding_attention", "full_attention"]
+        >>> deep = deep_config(Qwen2Config(num_hidden_layers=2, layer_types=kinds), "num_hidden_layers", [0, 0, 1, 1])
+        >>> deep.num_hidden_layers, deep.layer_types
+        (4, ['sliding_attention', 'sliding_attention', 'full_attention', 'full_attention'])
+    """
+    deep = copy.deepcopy(config)
+    prefix, dot, name = field.rpartition(".")
+    part = dict(parts(deep))[prefix + dot]
+    old = numbers_of_layers(config)[field]
+    by_layer, equal = _following(part, name)
+    by_layer |= {name, *_BY_LAYER} if "decoder" in name else {name, *_BY_LAYER, _WINDOWS}
+    kept = {path.rpartition(".")[2] for path in others if path.rpartition(".")[0] == prefix} - {name}
+    for each, value in list(vars(part).items()):
+        if (each == name or each in equal - kept) and value == old:
+            setattr(part, each, len(sources))
+        elif isinstance(value, list | tuple | str) and value:
+            changed = _changed_list(each, value, old, sources, by_layer)
+            if changed is not None:
+                setattr(part, each, changed)
+        elif _FIRST.fullmatch(each) and is_size(value) and value <= old:
+            setattr(part, each, sum(source < value for source in sources))
+        elif each == _LAST and is_size(value):
+            setattr(part, each, max(number for number, source in enumerate(sources) if source <= value))
+        elif each == _BRANCHES and value:
+            setattr(part, each, value * math.sqrt(len(sources) / old))
+    return deep
+
+
+def _changed_list(name: str, value: Any, old: int, sources: Sequence[int], by_layer: Collection[str]) -> Any:
+    """A list of the deep configuration; None if it does not depend on the layers."""
+    if name == "attention_types":  # GPT-Neo's [[kinds, how often they are repeated], ...]
+        flat = [kind for kinds, times in value for _ in range(times) for kind in kinds]
+        return [[[flat[source] for source in sources], 1]]
+    if name in _REPEATED:
+        return type(value)(value[source % len(value)] for source in sources)
+    if LAYER_NUMBERS.fullmatch(name):
+        if name in ("out_indices", "_out_indices") or not all(isinstance(each, int) for each in value):
+            return None
+        return type(value)(number for number, source in enumerate(sources) if source in value)
+    if len(value) != old or not (name in by_layer or name.endswith("_pattern")):
+        return None
+    entries = [value[source] for source in sources]
+    return "".join(entries) if isinstance(value, str) else type(value)(entries)
+
+
+def _following(part: PretrainedConfig, name: str) -> tuple[set[str], set[str]]:
+    """The fields whose length, and those whose value, is the number of layers in fresh configurations."""
+    kind: Any = type(part)
+    try:
+        five, seven = (vars(kind(**{name: count})) for count in (5, 7))
+    except Exception:  # whatever it is, another field has to be set too
+        return set(), set()
+    lists = {each for each, value in five.items() if isinstance(value, list | tuple) and len(value) == 5}
+    lists = {each for each in lists if isinstance(seven[each], list | tuple) and len(seven[each]) == 7}
+    numbers = {each for each, value in five.items() if DEPTH.fullmatch(each) and value == 5 and seven[each] == 7}
+    return lists, numbers

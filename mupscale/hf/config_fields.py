@@ -67,16 +67,12 @@ _SIZE = r".*(size|dim|width|channel|unit|head|feature|embd|emb|hidden|inner)s?|(
 _FEED_FORWARD_BESIDE = {"hidden_dim": "dim"}  # DistilBERT's names for the feed-forward and the hidden size
 
 
-def _any(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(patterns))
-
-
-_TABLE: tuple[tuple[Kind, re.Pattern[str]], ...] = (
-    ("kept", _any(_KEPT)),
-    ("feed_forward", _any(_FEED_FORWARD)),
-    ("heads", _any(_HEADS)),
-    ("width", _any(_WIDTH)),
-)
+_TABLE: dict[Kind, re.Pattern[str]] = {
+    "kept": re.compile("|".join(_KEPT)),
+    "feed_forward": re.compile("|".join(_FEED_FORWARD)),
+    "heads": re.compile("|".join(_HEADS)),
+    "width": re.compile("|".join(_WIDTH)),
+}
 
 
 def kind_of(name: str, value: Any, beside: Any = ()) -> Kind:
@@ -93,10 +89,14 @@ def kind_of(name: str, value: Any, beside: Any = ()) -> Kind:
         return "width" if isinstance(value, list | tuple) and _MULTIPLIER not in beside else "kept"
     if _FEED_FORWARD_BESIDE.get(name) in beside:
         return "feed_forward"
-    for kind, pattern in _TABLE:
+    for kind, pattern in _TABLE.items():
         if pattern.fullmatch(name):
             return kind
     return "unknown" if re.fullmatch(_SIZE, name) else "kept"
+
+
+def is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def parts(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, PretrainedConfig]]:

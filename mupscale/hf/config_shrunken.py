@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from mupscale.hf.config_fields import fields_of, kind_of, parts
+from mupscale.hf.config_fields import fields_of, is_size, kind_of, parts
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
@@ -91,11 +91,7 @@ class _Sizes:
 
 
 def _first(values: dict[str, Any], names: Iterable[str]) -> str | None:
-    return next((name for name in names if _is_size(values.get(name))), None)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return next((name for name in names if is_size(values.get(name))), None)
 
 
 def _attention_heads(part: PretrainedConfig) -> dict[str, int]:
@@ -104,7 +100,7 @@ def _attention_heads(part: PretrainedConfig) -> dict[str, int]:
     return {
         name: value
         for name, value in fields_of(part)
-        if _is_size(value) and kind_of(name, value) == "heads" and not other.fullmatch(name)
+        if is_size(value) and kind_of(name, value) == "heads" and not other.fullmatch(name)
     }
 
 
@@ -189,28 +185,18 @@ def _small_head(part: PretrainedConfig, before: int) -> int:
     values = vars(part)
     found: list[Any] = [values.get(name) for name in ("partial_rotary_factor", "rotary_pct", "rotary_percent")]
     found += [table.get("partial_rotary_factor") for table in _rope_tables(part)]
-    if _is_size(values.get("rotary_dim")):
+    if is_size(values.get("rotary_dim")):
         found.append(values["rotary_dim"] / before)
     shares = [share for share in found if isinstance(share, int | float) and 0 < share <= 1]
     sections = any("mrope_section" in table for table in _rope_tables(part))
-    small = before
-    for candidate in _SMALL_HEADS:
-        if (
-            candidate < before
-            and all(_whole_and_even(candidate * share) for share in shares)
-            and candidate >= 16 * sections
-        ):
-            small = candidate
-            break
-    if _is_size(values.get("rotary_dim")):
+    fitting = [size for size in _SMALL_HEADS if 16 * sections <= size < before]
+    rotary = {size: [size * share / 2 for share in shares] for size in fitting}
+    small = next((size for size in fitting if all(abs(half - round(half)) < 5e-10 for half in rotary[size])), before)
+    if is_size(values.get("rotary_dim")):
         part.rotary_dim = round(values["rotary_dim"] / before * small)
     for table in _rope_tables(part):
         _shrink_rope(table, small, min([1.0, *shares]))
     return small
-
-
-def _whole_and_even(size: float) -> bool:
-    return abs(size - round(size)) < 1e-9 and round(size) % 2 == 0
 
 
 def _shrink_rope(table: dict[str, Any], head_size: int, share: float) -> None:
@@ -228,7 +214,7 @@ def _shrink_rope(table: dict[str, Any], head_size: int, share: float) -> None:
 def _has_stages(part: PretrainedConfig) -> bool:
     """Whether widths or heads are given by stage, as in a convolutional network or Swin."""
     return any(
-        isinstance(value, list | tuple) and kind_of(name, value) in ("width", "heads") and all(map(_is_size, value))
+        isinstance(value, list | tuple) and kind_of(name, value) in ("width", "heads") and all(map(is_size, value))
         for name, value in fields_of(part)
         if value and name not in ("conv_dim", "tdnn_dim") and not name.endswith("_per_layer")
     )
@@ -246,7 +232,7 @@ def _shrink_widths(part: PretrainedConfig, sizes: _Sizes) -> None:
     for name, value in widths.items():
         if isinstance(value, list | tuple):
             setattr(part, name, type(value)(_related(entry, before, after, sizes) for entry in value))
-        elif _is_size(value):
+        elif is_size(value):
             small = math.ceil(after / 16) if name in ("time_step_rank", "mamba_dt_rank") else 0
             setattr(part, name, small or _related(value, before, after, sizes))
     for heads, head_size in _STATE_HEADS:
@@ -254,9 +240,9 @@ def _shrink_widths(part: PretrainedConfig, sizes: _Sizes) -> None:
     if "state_size" in values and "head_dim" in values and before:  # Mamba 2 has no attention
         _shrink_state_heads(part, "num_heads", "head_dim", before, after)
     for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"):
-        if _is_size(values.get(name)):
+        if is_size(values.get(name)):
             setattr(part, name, 8)
-    linear = {n: v for n, v in fields_of(part) if re.fullmatch(r"linear_num_.*heads", n) and _is_size(v)}
+    linear = {n: v for n, v in fields_of(part) if re.fullmatch(r"linear_num_.*heads", n) and is_size(v)}
     common = math.gcd(*linear.values()) if linear else 1
     for name, value in linear.items():
         setattr(part, name, value // common * min(2, common))
@@ -264,7 +250,7 @@ def _shrink_widths(part: PretrainedConfig, sizes: _Sizes) -> None:
 
 def _related(value: Any, before: int, after: int, sizes: _Sizes) -> Any:
     """A multiple of the hidden size stays that multiple; other sizes get one of their own."""
-    if not _is_size(value) or value < 8:
+    if not is_size(value) or value < 8:
         return value
     if before and value % before == 0 and value // before <= 8:
         return sizes.hold(value, value // before * after) if value not in sizes.of else sizes.of[value]
@@ -273,9 +259,9 @@ def _related(value: Any, before: int, after: int, sizes: _Sizes) -> Any:
 
 def _shrink_state_heads(part: PretrainedConfig, heads: str, head_size: str, before: int, after: int) -> None:
     values = vars(part)
-    if not _is_size(values.get(heads)):
+    if not is_size(values.get(heads)):
         return
-    inner = values[heads] * values[head_size] if _is_size(values.get(head_size)) else 0
+    inner = values[heads] * values[head_size] if is_size(values.get(head_size)) else 0
     if values.get("mamba_d_ssm") and inner:  # a width of its own
         setattr(part, head_size, 8)
         setattr(part, heads, values["mamba_d_ssm"] // 8)
@@ -285,7 +271,7 @@ def _shrink_state_heads(part: PretrainedConfig, heads: str, head_size: str, befo
     elif not inner:
         setattr(part, heads, min(values[heads], 2))
     for groups in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
-        if _is_size(values.get(groups)):
+        if is_size(values.get(groups)):
             setattr(part, groups, min(values[groups], 2))
 
 
@@ -293,9 +279,9 @@ def _shrink_stages(part: PretrainedConfig, widths: dict[str, Any]) -> None:
     """Widths by stage keep their ratios, numbers of heads by stage as well."""
     heads = {n: v for n, v in fields_of(part) if kind_of(n, v) == "heads"}
     flat = [size for value in widths.values() for size in (value if isinstance(value, list | tuple) else [value])]
-    common = math.gcd(*(size for size in flat if _is_size(size)))
+    common = math.gcd(*(size for size in flat if is_size(size)))
     counts = [size for value in heads.values() for size in (value if isinstance(value, list | tuple) else [value])]
-    heads_common = math.gcd(*(size for size in counts if _is_size(size)))
+    heads_common = math.gcd(*(size for size in counts if is_size(size)))
     for name, value in widths.items():
         setattr(part, name, _scaled(value, common, 8 if common > 8 else common))
     for name, value in heads.items():
@@ -305,12 +291,12 @@ def _shrink_stages(part: PretrainedConfig, widths: dict[str, Any]) -> None:
 def _scaled(value: Any, common: int, unit: int) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_scaled(entry, common, unit) for entry in value)
-    return value // common * unit if _is_size(value) else value
+    return value // common * unit if is_size(value) else value
 
 
 def _shrink_ranks(part: PretrainedConfig, sizes: _Sizes) -> None:
     for name, value in list(fields_of(part)):
-        if not _is_size(value):
+        if not is_size(value):
             continue
         if _RANK.fullmatch(name) and value > 8:
             setattr(part, name, sizes.new(value))
@@ -320,7 +306,7 @@ def _shrink_ranks(part: PretrainedConfig, sizes: _Sizes) -> None:
 
 def _shrink_layers(part: PretrainedConfig) -> None:
     values = vars(part)
-    depth_names = [n for n, v in fields_of(part) if DEPTH.fullmatch(n) and _is_size(v)]
+    depth_names = [n for n, v in fields_of(part) if DEPTH.fullmatch(n) and is_size(v)]
     main = _first(values, ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth"))
     whole = values[main] if main is not None else 0
     per_layer = {
@@ -328,7 +314,7 @@ def _shrink_layers(part: PretrainedConfig) -> None:
         for name, value in values.items()
         if isinstance(value, list) and len(value) == whole > _LAYERS and not LAYER_NUMBERS.fullmatch(name)
     }
-    offsets = [value + 1 for name, value in fields_of(part) if name.endswith("_layer_offset") and _is_size(value)]
+    offsets = [value + 1 for name, value in fields_of(part) if name.endswith("_layer_offset") and is_size(value)]
     kept = max([_LAYERS, *offsets, *(_until_all_seen(value) for value in per_layer.values())])
     pattern = values.get("attention_types")
     if isinstance(pattern, list) and pattern and isinstance(pattern[0], list):
@@ -342,14 +328,14 @@ def _shrink_layers(part: PretrainedConfig) -> None:
     for name, value in list(vars(part).items()):
         if name in per_layer or not isinstance(value, list | tuple) or not value:
             continue
-        if _STAGES.fullmatch(name) and all(map(_is_size, value)):
+        if _STAGES.fullmatch(name) and all(map(is_size, value)):
             setattr(part, name, type(value)(min(entry, 2) for entry in value))
         elif LAYER_NUMBERS.fullmatch(name) and all(isinstance(entry, int) for entry in value) and main is not None:
             setattr(part, name, type(value)([entry for entry in value if entry < kept] or [kept - 1]))
     for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
-        if _is_size(values.get(name)):
+        if is_size(values.get(name)):
             setattr(part, name, 1)
-    if _is_size(values.get("moe_layer_end_index")):
+    if is_size(values.get("moe_layer_end_index")):
         part.moe_layer_end_index = kept - 1
 
 
@@ -365,28 +351,28 @@ def _until_all_seen(kinds: list[Any]) -> int:
 
 def _shrink_experts(part: PretrainedConfig) -> None:
     values = vars(part)
-    used = max([1, *(v for n, v in fields_of(part) if _PER_TOKEN.fullmatch(n) and _is_size(v))])
-    groups = next((values[n] for n in ("n_group", "num_expert_group", "moe_n_group") if _is_size(values.get(n))), 1)
-    chosen = values["topk_group"] if _is_size(values.get("topk_group")) else groups
+    used = max([1, *(v for n, v in fields_of(part) if _PER_TOKEN.fullmatch(n) and is_size(v))])
+    groups = next((values[n] for n in ("n_group", "num_expert_group", "moe_n_group") if is_size(values.get(n))), 1)
+    chosen = values["topk_group"] if is_size(values.get("topk_group")) else groups
     least = max(4, used + 1, 2 * groups, -(-used * groups // chosen))
     least = -(-least // groups) * groups
     for name, value in list(fields_of(part)):
-        if _EXPERTS.fullmatch(name) and _is_size(value):
+        if _EXPERTS.fullmatch(name) and is_size(value):
             setattr(part, name, min(value, least))
 
 
 def _shrink_lengths(part: PretrainedConfig) -> None:
     values = vars(part)
     for name, value in list(fields_of(part)):
-        if _LENGTH.fullmatch(name) and _is_size(value):
+        if _LENGTH.fullmatch(name) and is_size(value):
             setattr(part, name, min(value, _POSITIONS))
         elif _WINDOW.fullmatch(name):
             if isinstance(value, list):
-                setattr(part, name, [min(entry, 4) if _is_size(entry) else entry for entry in value])
-            elif _is_size(value):
+                setattr(part, name, [min(entry, 4) if is_size(entry) else entry for entry in value])
+            elif is_size(value):
                 setattr(part, name, min(value, 4))
     for name in ("block_multiple_of", "ffn_round_up_to_multiple_of"):
-        if _is_size(values.get(name)):
+        if is_size(values.get(name)):
             setattr(part, name, min(values[name], 8))
     image, patch = values.get("image_size"), values.get("patch_size")
     if isinstance(image, int) and isinstance(patch, int) and patch > 0 and not _has_stages(part) and image % patch == 0:
@@ -399,7 +385,7 @@ def _shrink_vocabulary(config: PretrainedConfig) -> None:
     new: dict[int, int] = {}
     for _, part in parts(config):
         for name, value in list(fields_of(part)):
-            if re.fullmatch(r"(.*_)?vocab_size(_.*)?", name) and _is_size(value) and value > _VOCABULARIES[-1]:
+            if re.fullmatch(r"(.*_)?vocab_size(_.*)?", name) and is_size(value) and value > _VOCABULARIES[-1]:
                 new.setdefault(value, _VOCABULARIES[len(new) % len(_VOCABULARIES)])
                 setattr(part, name, new[value])
     if not new:

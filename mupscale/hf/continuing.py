@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mupscale.arguments import refuse_unless_iterable, refuse_unless_level, shown
 from mupscale.data_files import json_of, what_is_wrong
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_iterable, refuse_unless_level, shown
 from mupscale.hf.folder import GROWTH_FILE
-from mupscale.layer_names import unwrapped
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport
+from mupscale.text_tables import unwrapped
 from mupscale.widening.hints import matches
 from mupscale.widening.layers import stand_in
 from mupscale.widening.optimizers import rule_of

@@ -11,22 +11,20 @@ from typing import Any, Literal, get_args
 
 from transformers import PretrainedConfig
 
-from mupscale.arguments import refuse_unless_whole
 from mupscale.checks.agreement import check_agreement
 from mupscale.discovery.depth import find_residual
-from mupscale.errors import UserError
-from mupscale.hf.config_depth import deep_config, numbers_of_layers
+from mupscale.errors import UserError, refuse_unless_whole
+from mupscale.hf.config import deep_config, numbers_of_layers
 from mupscale.hf.config_fields import parts
 from mupscale.hf.config_shrunken import shrunken
 from mupscale.hf.family import CannotShrink, build_small, check_reloaded, on_cpu, on_meta, working_call
 from mupscale.hf.forward_pass import Call, logits_of
-from mupscale.layer_names import starred
-from mupscale.watching import Watch, unwatched
+from mupscale.text_tables import Watch, starred, unwatched
 from mupscale.widening.hints import NO_HINTS, Hints
 from mupscale.widening.inserted import as_identity
 from mupscale.widening.layers import layers_of, source_of, unequal_lists
+from mupscale.widening.modules import named_weights
 from mupscale.widening.plan import plan
-from mupscale.widening.weight_norm import named_weights
 
 How = Literal["identity", "interleave", "stack"]
 """`identity`: new layers add nothing at first. `interleave`: each layer k times in place. `stack`: the stack again."""

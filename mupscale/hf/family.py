@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from mupscale.checks.float64 import float64_copy
-from mupscale.discovery.cuts import PairedCut
 from mupscale.discovery.discover import confirm, cuts_between, discover
 from mupscale.discovery.found import Found
-from mupscale.errors import UserError
+from mupscale.discovery.passes import PairedCut
+from mupscale.errors import UserError, one_line
 from mupscale.hf.config import wide_config
 from mupscale.hf.config_fields import fields_of, parts
 from mupscale.hf.config_shrunken import shrunken
 from mupscale.hf.forward_pass import Call, default_call, difference, quiet, whole_rows
 from mupscale.methods.grow import grow
-from mupscale.watching import Watch, unwatched
+from mupscale.text_tables import Watch, unwatched
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan_text import Plan
 
@@ -96,10 +96,9 @@ def _cuts(narrow: Any, config: PretrainedConfig, call: Call | None) -> list[Pair
         with torch.device("meta"), whole_rows():
             return cuts_between(before, after, call or default_call)
     except Exception as error:  # many models look at values, which these do not have
-        reason = " ".join(str(error).split())[:100] or type(error).__name__
         raise UserError(
             f"a {narrow.config.model_type} has axes with sections of unequal lengths, and where they are cut is not "
-            f"found without its weights ({reason}). Take the model in memory: mupscale.discover(narrow, wide, call)"
+            f"found without its weights ({one_line(error, 100)}). Load it and use mupscale.discover(narrow, wide, call)"
         ) from error
 
 
@@ -189,9 +188,8 @@ def build_small(model_class: Any, config: PretrainedConfig) -> Any:
             return model_class.from_config(config, dtype=torch.float64, trust_remote_code=False)
         return model_class(config).double()
     except Exception as error:  # whatever it is, the small sizes have caused it
-        raise CannotShrink(
-            f"no small {config.model_type} can be built to find how it grows: {' '.join(str(error).split())[:200]}"
-        ) from error
+        reason = one_line(error, 200)
+        raise CannotShrink(f"no small {config.model_type} can be built to find how it grows: {reason}") from error
     finally:
         torch.set_default_dtype(default)
 
@@ -201,14 +199,11 @@ def _refuse_sizes(wide: Any, call: Call) -> None:
     try:
         with torch.no_grad():
             call(float64_copy(wide).eval())
-        validate = getattr(wide.config, "validate", None)  # which saving the model would do
-        if validate is not None:
-            validate()
+        getattr(wide.config, "validate", lambda: None)()  # which saving the model would do
     except Exception as error:  # whatever it is: the narrow model could do the same
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"a {wide.config.model_type} whose fields grow by these factors cannot be used ({reason}, in a small "
-            "model). Choose others, such as the same for all numbers of heads and for the hidden size"
+            f"a {wide.config.model_type} whose fields grow by these factors cannot be used ({one_line(error, 200)}, in "
+            "a small model). Choose others, such as the same for all numbers of heads and for the hidden size"
         ) from error
 
 
@@ -220,7 +215,7 @@ def working_call(model: Any, given: Call | None) -> Call:
             with torch.no_grad():
                 call(float64_copy(model).eval())
         except Exception as error:  # only the caller knows which inputs a model takes
-            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            reasons.append(f"{type(error).__name__}: {one_line(error, 200)}")
         else:
             return call
     raise CannotShrink(f"a small {model.config.model_type} cannot run ({reasons[0]}), so how it grows is not found")
@@ -234,5 +229,4 @@ def on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Pre
         model.tie_weights()  # which is a part of the initialisation
         return model
     except Exception as error:  # whatever it is, the configuration's values have caused it
-        message = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the configuration does not make a {model_class.__name__}: {message}") from error
+        raise UserError(f"the configuration does not make a {model_class.__name__}: {one_line(error)}") from error

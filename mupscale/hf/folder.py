@@ -4,16 +4,172 @@ Nothing in the folder is executed. Weights are read from safetensors files alone
 transformers library, and every file lies in the folder itself (or among the blobs of its snapshot in a hub cache).
 """
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch import Tensor
 
 from mupscale.data_files import json_of
-from mupscale.errors import UserError, needs_extra
-from mupscale.hf.safetensors_files import INDEX_FILE, SINGLE_FILE, StoredTensor, stored_tensors
+from mupscale.errors import UserError, needs_extra, one_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""The formats that a tensor may have; eight-bit floating point, which needs scales beside it, is none of them."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies on disk."""
+
+    name: str
+    path: Path
+    offset: int
+    """The position of its first byte in the file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_size(self) -> int:
+        """The bytes of one entry of the first axis."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """The tensors of a file, in the order of their bytes. UserError if the file is none, or a damaged one."""
+    with needs_extra("hf"):
+        from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(path, framework="pt") as file:  # it compares all offsets with the length of the file
+            file.keys()
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+            header = json_of(stream.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is not a safetensors file, or is damaged ({one_line(error)}). Get it again") from error
+    header.pop("__metadata__", None)
+    found = []
+    for name, row in header.items():
+        if row["dtype"] not in DTYPES:
+            raise UserError(
+                f"{path}: {name!r} has the format {row['dtype']}, which cannot be widened. "
+                "Take the model in floating point of at least 16 bits"
+            )
+        start = LENGTH_BYTES + length + row["data_offsets"][0]
+        found.append(StoredTensor(name, path, start, DTYPES[row["dtype"]], tuple(row["shape"])))
+    return sorted(found, key=lambda tensor: tensor.offset)
+
+
+@dataclass(frozen=True)
+class NewFile:
+    """A file that is to be written: its tensors know their places already."""
+
+    path: Path
+    header: bytes
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(tensor.size for tensor in self.tensors)
+
+
+def new_file(path: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> NewFile:
+    """The file that holds tensors of these names, formats and shapes, the widest formats first for alignment."""
+    rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    placed: list[StoredTensor] = []
+    at = 0
+    for name, dtype, shape in sorted(tensors, key=lambda row: -row[1].itemsize):
+        tensor = StoredTensor(name, path, at, dtype, shape)
+        rows[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + tensor.size]}
+        placed.append(tensor)
+        at += tensor.size
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return NewFile(path, header, tuple(replace(tensor, offset=len(header) + tensor.offset) for tensor in placed))
+
+
+def split_into_files(
+    folder: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], most_bytes: int
+) -> list[NewFile]:
+    """Files of at most `most_bytes` of tensors each (a larger tensor has its own), named as transformers names them."""
+    parts: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
+    filled = 0
+    for row in tensors:
+        size = math.prod(row[2]) * row[1].itemsize
+        if parts[-1] and filled + size > most_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append(row)
+        filled += size
+    if len(parts) == 1:
+        return [new_file(folder / SINGLE_FILE, parts[0])]
+    names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    return [new_file(folder / name, part) for name, part in zip(names, parts, strict=True)]
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def index_text(files: Sequence[NewFile]) -> str:
+    """The content of the index of several files."""
+    weight_map = {tensor.name: file.path.name for file in files for tensor in file.tensors}
+    total = sum(tensor.size for file in files for tensor in file.tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2) + "\n"
+
+
+def read_into(stream: BinaryIO, offset: int, target: Tensor) -> None:
+    """Fills a contiguous tensor with the bytes of a file from `offset` on."""
+    view = as_bytes(target)
+    stream.seek(offset)
+    while view:
+        count = stream.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise UserError(f"{stream.name} ends before its tensors do; get it again")
+        view = view[count:]
+
+
+def write_all(stream: BinaryIO, offset: int, content: memoryview | bytes) -> None:
+    """Writes all bytes from `offset` on."""
+    view = memoryview(content)
+    stream.seek(offset)
+    while view:
+        view = view[stream.write(view) :]
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
 
 CONFIG_FILE = "config.json"
 
@@ -58,13 +214,8 @@ class ModelFolder:
         found = []
         for path in sorted(self.path.iterdir()):
             suffix = path.suffix.lower()
-            if (
-                path.name.startswith(".")
-                or path.name in (CONFIG_FILE, GROWTH_FILE)
-                or path.name.endswith(".index.json")
-            ):
-                continue
-            if suffix in OTHER_WEIGHTS | CODE or not path.is_file():
+            is_ours = path.name in (CONFIG_FILE, GROWTH_FILE) or path.name.endswith(".index.json")
+            if path.name.startswith(".") or is_ours or suffix in OTHER_WEIGHTS | CODE or not path.is_file():
                 continue
             if is_inside(self.path, path) and path.stat().st_size <= SMALL:
                 found.append(path)
@@ -73,11 +224,6 @@ class ModelFolder:
 
 GROWTH_FILE = "mupscale.json"
 """What a growth leaves beside the weights: roles, layouts, and factors of the hyperparameters."""
-
-
-def is_model_folder(path: Path) -> bool:
-    """Whether a path looks like a folder of transformers."""
-    return (path / CONFIG_FILE).is_file()
 
 
 def read_folder(path: Path) -> ModelFolder:
@@ -90,7 +236,7 @@ def read_folder(path: Path) -> ModelFolder:
             f"{path} holds an adapter (adapter_config.json), not a model. Merge it into its base model first "
             "(merge_and_unload of peft), and save that"
         )
-    if not is_model_folder(path):
+    if not (path / CONFIG_FILE).is_file():
         raise UserError(f"{path} is not a model folder: it has no {CONFIG_FILE}")
     settings = _settings(path)
     config = _config(path, settings)
@@ -107,16 +253,26 @@ def is_inside(folder: Path, path: Path) -> bool:
     return any(path.resolve().is_relative_to(each) for each in roots)
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises a UserError if it is damaged, or something else."""
+    try:
+        content = json_of(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as JSON ({one_line(error)}); get it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not the configuration of a model: it holds no names with values")
+    return content
+
+
+def _refuse_outside(folder: Path, file: Path) -> None:
+    if not is_inside(folder, file):
+        raise UserError(f"{file} is a link out of its folder; it is not read")
+
+
 def _settings(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE
-    if not is_inside(path, file):
-        raise UserError(f"{file} is a link out of its folder; it is not read")
-    try:
-        settings = json_of(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise UserError(f"{file} is not the configuration of a model: it holds no names with values")
+    _refuse_outside(path, file)
+    settings = read_json(file)
     _refuse_code(file, settings)
     if settings.get("quantization_config") is not None or settings.get("compression_config") is not None:
         raise UserError(
@@ -188,8 +344,7 @@ def _config(path: Path, settings: dict[str, Any]) -> "PretrainedConfig":
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever it is, the file's values have caused it
-        message = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{path / CONFIG_FILE} is not a configuration of a {kind} model: {message}") from error
+        raise UserError(f"{path / CONFIG_FILE} is not a configuration of a {kind} model: {one_line(error)}") from error
     return without_implementations(path / CONFIG_FILE, config)
 
 
@@ -232,8 +387,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
         file = path / name
         if not file.is_file():
             raise UserError(f"{path} lacks {name}, which {INDEX_FILE} names; get it again")
-        if not is_inside(path, file):
-            raise UserError(f"{file} is a link out of its folder; it is not read")
+        _refuse_outside(path, file)
         for tensor in stored_tensors(file):
             if weight_map is not None and weight_map.get(tensor.name) != name:
                 raise UserError(f"{file} holds {tensor.name!r}, but {INDEX_FILE} does not say so; get both again")
@@ -247,13 +401,8 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(path: Path, index: Path) -> dict[str, str]:
-    if not is_inside(path, index):
-        raise UserError(f"{index} is a link out of its folder; it is not read")
-    try:
-        content = json_of(index.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{index} cannot be read as JSON ({error}); get it again") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    _refuse_outside(path, index)
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index} has no weight_map with the file of each tensor; get it again")
     for name, file in weight_map.items():

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from mupscale.device_memory import free_bytes
-from mupscale.errors import UserError
+from mupscale.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,8 +22,6 @@ Call = Callable[[Any], Any]
 
 ROWS, TOKENS, SAMPLES = 2, 12, 4000
 
-HEADROOM = 1.5
-"""Memory that loading two models needs, in units of their weights in float32."""
 
 _inside = local()  # fits that take their steps together run in threads
 
@@ -73,11 +70,6 @@ def _field(config: Any, name: str) -> Any:
     return next((found for part in (config, *inner) if (found := getattr(part, name, None)) is not None), None)
 
 
-def fits(parameters: int) -> bool:
-    """Whether so many parameters in float32 fit into memory."""
-    return parameters * 4 * HEADROOM < free_bytes(torch.device("cpu"))
-
-
 @torch.no_grad()
 def largest_difference(
     narrow: Path, wide: Path, model_class: "type[PreTrainedModel]", call: Call | None = None
@@ -95,7 +87,7 @@ def largest_difference(
         except Exception as error:  # only the caller knows which inputs a model takes
             if folder is wide:
                 raise UserError(f"the wide model cannot compute: {type(error).__name__} {error}") from error
-            return f"no input is known ({type(error).__name__}: {' '.join(str(error).split())[:80]})"
+            return f"no input is known ({type(error).__name__}: {one_line(error, 80)})"
         del model
     return difference(*answers)
 

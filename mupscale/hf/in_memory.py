@@ -11,7 +11,7 @@ from mupscale.checks.agreement import Agreement, change_of_outputs, check_agreem
 from mupscale.checks.recording import generators_kept, state_kept
 from mupscale.discovery.discover import discover
 from mupscale.discovery.found import Found
-from mupscale.errors import UserError, needs_extra
+from mupscale.errors import UserError, needs_extra, one_line
 from mupscale.hf.config import ConfigGrowth
 from mupscale.hf.depth import MOST_PARAMETERS, Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
 from mupscale.hf.family import CannotShrink, found_between, on_meta
@@ -20,7 +20,7 @@ from mupscale.hf.forward_pass import Call, default_call, logits_of, quiet
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import Optimizers, UpscaleReport, as_list, grow
 from mupscale.methods.noise import Noise
-from mupscale.watching import Watch, unwatched
+from mupscale.text_tables import Watch, unwatched
 from mupscale.widening.hints import Hints
 from mupscale.widening.inserted import as_identity
 from mupscale.widening.plan import plan
@@ -117,7 +117,7 @@ def _checked(
         with torch.no_grad(), state_kept(narrow.modules()), generators_kept():
             compared(narrow)
     except Exception as error:  # only the caller knows which inputs a model takes
-        reason = f"no input is known ({' '.join(str(error).split())[:200]}). Give call"
+        reason = f"no input is known ({one_line(error, 200)}). Give call"
         return None, str(Agreement(None, reason=reason)), ()
     planned = plan(narrow, wide, hints=hints)
     if planned.layers and not hints.residual:

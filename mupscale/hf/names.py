@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mupscale.errors import UserError
-from mupscale.hf.safetensors_files import StoredTensor
+from mupscale.hf.folder import StoredTensor
 from mupscale.widening.axes import Layout, Piece
 from mupscale.widening.growth import Growth
 from mupscale.widening.layers import source_of
@@ -65,7 +65,11 @@ def growing_tensors(
     growing = []
     for name, part in places.items():
         is_buffer = part.parameter in buffers
-        _refuse_quantised(tensors[name], is_buffer=is_buffer)
+        if not is_buffer and not tensors[name].dtype.is_floating_point:
+            raise UserError(
+                f"{name!r} holds whole numbers ({tensors[name].dtype}): the model is quantised. "
+                "Take it in floating point, and quantise the wide one"
+            )
         for target, entry in grown[part.parameter]:
             new_name = name if renamed is None else renamed.at(name, part.parameter, target)
             own = entry if part.is_whole else _part_of(entry, part, tensors[name], new_name)
@@ -230,14 +234,6 @@ def _layout_between(layout: Layout, start: int, length: int, name: str) -> Layou
             )
         pieces.append(Piece(last - first, piece.block, piece.factor))
     return tuple(pieces)
-
-
-def _refuse_quantised(tensor: StoredTensor, *, is_buffer: bool) -> None:
-    if not is_buffer and not tensor.dtype.is_floating_point:
-        raise UserError(
-            f"{tensor.name!r} holds whole numbers ({tensor.dtype}): the model is quantised. "
-            "Take it in floating point, and quantise the wide one"
-        )
 
 
 def _refuse_missing(found: set[str], plan: Plan, narrow: "PreTrainedModel") -> None:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from mupscale.errors import UserError
-from mupscale.hf.names import GrowingTensor
-from mupscale.hf.safetensors_files import (
+from mupscale.hf.folder import (
     NewFile,
     StoredTensor,
     as_bytes,
@@ -28,6 +27,7 @@ from mupscale.hf.safetensors_files import (
     stored_tensors,
     write_all,
 )
+from mupscale.hf.names import GrowingTensor
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise, add_noise_
 from mupscale.widening.axes import Layout, Piece, narrow_length, wide_length
@@ -57,13 +57,9 @@ class Widening:
 
     def by_rows(self, tensor: GrowingTensor) -> bool:
         """Whether rows of a tensor can be widened without the others."""
-        plain = type(self.method).widen_ is GrowthMethod.widen_
-        return (
-            plain
-            and not any(axis.shares for axis in tensor.entry.axes)
-            and bool(tensor.entry.layouts)
-            and not self.is_noisy(tensor)
-        )
+        axes = tensor.entry.axes
+        is_plain = self.method.widens_by_rows and bool(axes) and not any(axis.shares for axis in axes)
+        return is_plain and not self.is_noisy(tensor)
 
     def widen_(self, target: Tensor, source: Tensor, tensor: GrowingTensor, entry: Growth) -> None:
         """Writes the widened rows into `target`; buffers are duplicated by every method."""
@@ -253,7 +249,7 @@ def write_wide(
                         _write_by_rows(stream, place, tensor, streamer, writer, progress)
                     else:
                         _write_at_once(stream, place, tensor, streamer, written, progress)
-            finished.append(last.submit(_finish, file, tensors, widening, written, progress))
+            finished.append(last.submit(check_file, file, tensors, widening, written, progress))
             for future in finished:
                 if future.done():
                     future.result()
@@ -271,14 +267,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _finish(
-    file: NewFile, tensors: dict[str, GrowingTensor], widening: Widening, written: Written, progress: Progress
-) -> None:
-    with file.path.open("rb") as stream:
-        os.fsync(stream.fileno())
-    check_file(file, tensors, widening, written, progress)
 
 
 def _write_at_once(
@@ -335,7 +323,9 @@ def _write_rows(stream: BinaryIO, place: StoredTensor, chunk: RowChunk, rows: Te
 def check_file(
     file: NewFile, tensors: dict[str, GrowingTensor], widening: Widening, written: Written, progress: Progress
 ) -> None:
-    """Reads a file again, with the safetensors library's own check of its header. UserError for a difference."""
+    """Puts a file on disk and reads it again, with safetensors' own check of its header. UserError for a difference."""
+    with file.path.open("rb") as stream:
+        os.fsync(stream.fileno())
     damage = "the disk may be damaged"
     found = {tensor.name: tensor for tensor in stored_tensors(file.path)}
     if found != {tensor.name: tensor for tensor in file.tensors}:

@@ -11,23 +11,29 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mupscale.arguments import refuse_unless_whole
-from mupscale.errors import UserError
+from mupscale.atomic import whole_folder
+from mupscale.device_memory import free_bytes
+from mupscale.errors import UserError, refuse_unless_whole
 from mupscale.hf.config import ConfigGrowth
 from mupscale.hf.continuing import growth_record, written
 from mupscale.hf.depth import Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
 from mupscale.hf.family import found_between, on_meta
-from mupscale.hf.folder import CONFIG_FILE, GROWTH_FILE, ModelFolder, read_folder
-from mupscale.hf.forward_pass import Call, fits, largest_difference
+from mupscale.hf.folder import (
+    CONFIG_FILE,
+    GROWTH_FILE,
+    INDEX_FILE,
+    ModelFolder,
+    NewFile,
+    index_text,
+    read_folder,
+    split_into_files,
+)
+from mupscale.hf.forward_pass import Call, largest_difference
 from mupscale.hf.names import GrowingTensor, growing_tensors
-from mupscale.hf.safetensors_files import INDEX_FILE, NewFile, index_text, split_into_files
-from mupscale.hf.streaming import Widening, Written, refuse_unlike_twins, write_wide
-from mupscale.hf.whole_folder import whole_folder
-from mupscale.layer_names import notes_by_layer
+from mupscale.hf.streaming import Progress, Widening, Written, refuse_unlike_twins, write_wide
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise, save_constants
-from mupscale.text_tables import size_of
-from mupscale.watching import Watch, unwatched
+from mupscale.text_tables import Watch, notes_by_layer, size_of, unwatched
 from mupscale.widening.plan_text import Plan
 
 if TYPE_CHECKING:
@@ -38,6 +44,9 @@ MOST_SHARD_BYTES = 5 * 10**9
 
 SPARE_BYTES = 16 * 2**20
 """For folders, file systems' own records, and what else is written beside the weights."""
+
+HEADROOM = 1.5
+"""Memory that loading two models needs, in units of their weights in float32."""
 
 BYTES = "bytes written and checked"
 """What `watch` gets while files are written; every byte counts twice."""
@@ -123,7 +132,7 @@ def upscale_folder(
         files = split_into_files(partial, job.layout, MOST_SHARD_BYTES)
         _refuse_full_disk(out, job, files)
         total = sum(tensor.size for file in files for tensor in file.tensors)
-        done = write_wide(files, job.tensors, job.widening, _Counted(watch, BYTES, 2 * total))
+        done = write_wide(files, job.tensors, job.widening, _counted(watch, BYTES, 2 * total))
         _write_companions(partial, job, files, done)
         checks = [_checked_text(job, done), _check_outputs(partial, job, call)]
     notes = [f"{name} is not part of the model, and stays behind" for name in job.unused]
@@ -135,18 +144,17 @@ def upscale_folder(
     )
 
 
-class _Counted:
+def _counted(watch: Watch, words: str, total: int) -> Progress:
     """Adds up what is done, and passes it on. Files are checked by another thread than that which writes them."""
+    lock, done = threading.Lock(), 0
 
-    def __init__(self, watch: Watch, words: str, total: int) -> None:
-        self._watch, self._words, self._total = watch, words, total
-        self._done = 0
-        self._lock = threading.Lock()
+    def count(more: int) -> None:
+        nonlocal done
+        with lock:
+            done += more
+            watch(words, done, total)
 
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._watch(self._words, self._done, self._total)
+    return count
 
 
 def _prepared(
@@ -276,7 +284,7 @@ def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
     shapes = [tensor.shape for tensor in job.folder.tensors.values()]
     shapes += [tensor.entry.wide_shape for tensor in job.tensors.values()]
     count = sum(torch.Size(shape).numel() for shape in shapes)
-    if not fits(count):
+    if count * 4 * HEADROOM >= free_bytes(torch.device("cpu")):
         return f"outputs were not compared: both models in float32 ({count * 4 / 1e9:.0f} GB) do not fit into memory"
     found = largest_difference(job.folder.path, partial, job.folder.model_class, call)
     if isinstance(found, str):

@@ -12,7 +12,7 @@ fit         a short run on batches of data that learns the maps; most methods ne
 widen_      the weights: `inn`, and the deterministic part of N
 edit_       a change across layers, after all weights are written
 noise       the random part of N, or None
-state       what happens to the optimizer state (`new_copies.py`)
+state       what happens to the optimizer state (`stepping.py`)
 hyperparameters
             `table` rescales learning rate, eps and weight decay as the maps imply, `same` keeps them
 scale       what the weight and the gradient of a parameter are multiplied by
@@ -81,7 +81,7 @@ class GrowthMethod(ABC):
     state_to_copies: bool = True
     """Whether optimizer state is carried to all copies, or only to the first copy of each unit."""
     grows_weight_norms: bool = False
-    """Whether all copies of a weight are equal, as `weight_norm.py` requires."""
+    """Whether all copies of a weight are equal, as `modules.py` requires."""
     needs_batches: bool = False
     """Whether `fit` must run before the weights can be written."""
 

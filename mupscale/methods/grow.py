@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.arguments import refuse_unless_model, refuse_unless_whole, shown
-from mupscale.errors import UserError
-from mupscale.layer_names import notes_by_layer
+from mupscale.errors import UserError, refuse_unless_model, refuse_unless_whole, shown
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import (
     Constants,
@@ -25,6 +23,7 @@ from mupscale.methods.noise import (
     save_constants,
 )
 from mupscale.sharding import gathered, own_part, whole
+from mupscale.text_tables import notes_by_layer
 from mupscale.widening.groups import continued_optimizer, off_the_rule
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints

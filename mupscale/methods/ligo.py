@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.arguments import refuse_unless_callable, refuse_unless_iterable, refuse_unless_whole
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_callable, refuse_unless_iterable, refuse_unless_whole
 from mupscale.methods.base import Claim, GrowthMethod, Loss
 from mupscale.methods.groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
 from mupscale.sharding import is_sharded

@@ -29,11 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mupscale.arguments import refuse_unless_level, shown
 from mupscale.data_files import json_of
-from mupscale.errors import UserError
-from mupscale.layer_names import unwrapped
+from mupscale.errors import UserError, refuse_unless_level, shown
 from mupscale.spectral import spectral_norms
+from mupscale.text_tables import unwrapped
 from mupscale.widening import table
 from mupscale.widening.axes import centre_
 from mupscale.widening.growth import Growth

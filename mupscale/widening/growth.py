@@ -42,7 +42,7 @@ class Growth:
     """The width axes that every use of the parameter sums over. A muP readout's counts; that of an embedding which is
     tied to it does not."""
     normed: bool = False
-    """Whether its layer divides it by its norm (`weight_norm.py`)."""
+    """Whether its layer divides it by its norm (`modules.py`)."""
     kept: bool = False
     """The wide model keeps its own values: of a buffer that is not saved, of a random layer."""
     source: str = ""

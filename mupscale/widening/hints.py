@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, get_args
 from mup import MuReadout
 from torch import nn
 
-from mupscale.arguments import shown
-from mupscale.errors import UserError
+from mupscale.errors import UserError, shown
 from mupscale.readout import Readout
 from mupscale.widening import modules
 from mupscale.widening.axes import LayoutSpec

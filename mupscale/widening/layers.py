@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import parts_of, with_parts
-from mupscale.arguments import shown
-from mupscale.errors import UserError
+from mupscale.errors import UserError, shown
 from mupscale.widening.stepping import Record, Records, group_records, names_by_id, records_of, write_records
 
 How = Literal["identity", "interleave", "stack", "random"]

@@ -9,11 +9,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from mupscale._torch import forward_pre_hooks, non_persistent_buffers
-from mupscale.arguments import refuse_unless_model
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_model
 from mupscale.widening import modules
+from mupscale.widening.modules import WeightNorm, weight_norms, why_reparametrised
 from mupscale.widening.stepping import records_of
-from mupscale.widening.weight_norm import WeightNorm, weight_norms, why_reparametrised
 
 COMPILED = "_orig_mod"
 """What the names of a compiled model begin with."""

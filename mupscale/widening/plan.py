@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mupscale._torch import DropoutNd, non_persistent_buffers
-from mupscale.arguments import refuse_unless_model
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_model
 from mupscale.widening import fractional, modules
 from mupscale.widening import layers as depths
 from mupscale.widening.axes import (
@@ -30,11 +29,11 @@ from mupscale.widening.axes import (
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Blocks, Hints, all_sides, checked_hints, match_hints
 from mupscale.widening.inserted import BRANCH_MULTIPLIER, deepened
+from mupscale.widening.modules import rescale_of_gain
 from mupscale.widening.pairing import Pairing, Use, refuse_scripted, unsaved_buffers
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import records_of
 from mupscale.widening.table import Side
-from mupscale.widening.weight_norm import rescale_of_gain
 
 
 def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None, depth: depths.Depth | None = None) -> Plan:

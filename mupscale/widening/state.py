@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.arguments import refuse_unless_level
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_level
 from mupscale.sharding import gathered, own_part, whole
 from mupscale.widening import table
 from mupscale.widening.axes import duplicate_

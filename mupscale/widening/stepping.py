@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mupscale.arguments import refuse_unless_model
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_model
 from mupscale.sharding import is_sharded, replicated, whole
 from mupscale.widening.axes import copy_index, source_index
 from mupscale.widening.growth import Growth

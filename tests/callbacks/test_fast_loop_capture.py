@@ -26,12 +26,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from training_runs import LIGHTNING_WARNINGS
 
-from mupscale.callbacks import fast_loop, summary
+from mupscale.callbacks import fast_loop, plain
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
-from mupscale.callbacks.plain import default_callbacks
+from mupscale.callbacks.plain import WidthBar, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.callbacks.summary import WidthBar
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import step_kind
 from mupscale.datamodules.resident import ResidentLoader
@@ -310,7 +309,7 @@ def run_by_default(
     steps it called, how often."""
     arguments, growths, settings, *_ = BLOCKS[name]
     calls: Counter[str] = Counter()
-    monkeypatch.setattr(summary.time, "monotonic", lambda: 100.0)  # the bar is drawn by the clock
+    monkeypatch.setattr(plain.time, "monotonic", lambda: 100.0)  # the bar is drawn by the clock
     with monkeypatch.context() as patch:
         for kind in (Curves, RunCheckpoint, WidthBar):
             for hook in ("on_train_batch_end", "on_steps"):

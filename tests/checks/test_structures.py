@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mupscale.checks.structures import leaves_of, map_leaves, unknown_kinds
+from mupscale.checks.recording import leaves_of, map_leaves, unknown_kinds
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tiers import slow_except
 from mupscale.__main__ import main
 from mupscale.callbacks import swap
 from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.summary import Summary
+from mupscale.callbacks.plain import Summary
 from mupscale.commands import cli
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.termination import end_now, on_sigterm

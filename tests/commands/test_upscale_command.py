@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 
 from mupscale.__main__ import main
+from mupscale.base_shapes import apply_mup
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.upscale_checkpoint import upscale_checkpoint
 from mupscale.datamodules.resident import ResidentLoader
@@ -18,7 +19,6 @@ from mupscale.methods import METHODS
 from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.checkpoint import CHECKPOINT_KEY, Size, our_part
 from mupscale.models.mlp import MLP, ResidualBlock
-from mupscale.mup_optimizers import apply_mup
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),

@@ -14,11 +14,10 @@ from by_position import assert_same
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from torch import Tensor
 
-from mupscale.datamodules.base import seed_of_run
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import Covertype
 from mupscale.datamodules.fineweb import FineWeb
-from mupscale.datamodules.resident import ResidentLoader
+from mupscale.datamodules.resident import ResidentLoader, seed_of_run
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")

@@ -11,7 +11,7 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 
-from mupscale.datamodules.files import TIMEOUT, bytes_shown, check_digest, reaching, read_npz, size, temporary_folder
+from mupscale.datamodules.files import TIMEOUT, check_digest, reaching, read_npz, temporary_folder
 from mupscale.errors import UserError
 
 
@@ -140,7 +140,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path):
         IncompleteRead(b""),
         RuntimeError("corrupted"),
         ImportError("no module"),
-        UserError("sklearn is not installed"),
+        UserError("a package is not installed"),
     ],
 )
 def test_one_error_tells_what_to_put_where(tmp_path: Path, error: Exception):
@@ -157,10 +157,3 @@ def test_one_error_tells_what_to_put_where(tmp_path: Path, error: Exception):
     with pytest.raises(UserError, match=wanted):
         fail()
     assert socket.getdefaulttimeout() is None
-
-
-def test_the_bytes_of_a_growing_file_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with bytes_shown(tmp_path, "some.gz"):
-        (tmp_path / "part").write_bytes(bytes(1_500_000))
-    assert size(tmp_path) == 1_500_000
-    assert "some.gz: 1.50MB" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from tiers import slow_except
 import mupscale.hf
 from mupscale.__main__ import main
 from mupscale.errors import UserError
-from mupscale.hf.config_depth import deep_config, numbers_of_layers
+from mupscale.hf.config import deep_config, numbers_of_layers
 from mupscale.hf.depth import _orders, find_deepenings
 
 INTERLEAVED, STACKED = [0, 0, 1, 1], [0, 1, 0, 1]

@@ -21,6 +21,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import mupscale.hf as hf
 from mupscale.__main__ import main
+from mupscale.atomic import partial, whole_folder
 from mupscale.commands import status
 from mupscale.commands.noise_options import AUTO
 from mupscale.commands.upscale_folder import Meter
@@ -28,7 +29,6 @@ from mupscale.discovery.found import Found
 from mupscale.errors import UserError
 from mupscale.hf import family, widened_folder
 from mupscale.hf import in_memory as in_memory_module
-from mupscale.hf.whole_folder import partial_folder, whole_folder
 from mupscale.methods import ZeroPadding
 from mupscale.methods.noise import AdditiveNoise
 
@@ -231,20 +231,20 @@ def test_a_model_that_computes_something_else_is_not_written(narrow: Path, tmp_p
 
 def test_two_processes_do_not_write_one_folder(narrow: Path, tmp_path: Path) -> None:
     out = tmp_path / "wide"
-    with whole_folder(out) as partial:
-        (partial / "file").touch()
+    with whole_folder(out) as new:
+        (new / "file").touch()
         assert "another process is writing" in refused("upscale", str(narrow), "--factor", "2", "--out", str(out))
-        assert names(partial) == ["file"]
+        assert names(new) == ["file"]
     assert names(out) == ["file"]
 
 
 def test_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
     out = tmp_path / "wide"
-    partial_folder(out).mkdir()
-    (partial_folder(out) / "model.safetensors").write_text("half of it")
+    partial(out).mkdir()
+    (partial(out) / "model.safetensors").write_text("half of it")
     (tmp_path / ".wide.lock").touch()
-    with whole_folder(out) as partial:
-        assert names(partial) == []
+    with whole_folder(out) as new:
+        assert names(new) == []
     assert names(tmp_path) == ["wide"]
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from mupscale.errors import UserError
 from mupscale.hf import streaming
+from mupscale.hf.folder import as_bytes, new_file, split_into_files, stored_tensors, write_all
 from mupscale.hf.names import GrowingTensor, _layout_between
-from mupscale.hf.safetensors_files import as_bytes, new_file, split_into_files, stored_tensors, write_all
 from mupscale.hf.streaming import Streamer, Widening, check_file, row_chunks, write_wide
 from mupscale.methods import Duplication, HyperCloning
 from mupscale.methods.noise import AdditiveNoise, add_noise_

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
+from mupscale.base_shapes import apply_mup
 from mupscale.datamodules.covertype import Covertype
 from mupscale.models.mlp import MLP
-from mupscale.mup_optimizers import apply_mup
 
 
 class Marker(Callback):

@@ -11,9 +11,9 @@ from torch.optim import lr_scheduler as schedules
 
 from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
-from mupscale.models.language import LanguageModel
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
+from mupscale.models.tasks import LanguageModel
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=1e-1)

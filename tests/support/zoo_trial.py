@@ -154,7 +154,7 @@ def _run(entry: Entry, factor: float, seconds: list[float]) -> tuple[float, floa
 
 def depth_trials(entry: Entry) -> Iterator[Outcome]:
     """Doubles each number of layers of the entry's model by layers that add nothing, saves it and loads it again."""
-    from mupscale.hf.config_depth import numbers_of_layers
+    from mupscale.hf.config import numbers_of_layers
     from mupscale.hf.depth import growing_lists
 
     model = built(entry, 1, 0)
