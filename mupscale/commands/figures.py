@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,28 +45,10 @@ class Dots(NamedTuple):
     panels: Sequence[Sequence[float]]
 
 
-class Theme(NamedTuple):
-    """The colours of a figure's background, text, grid and lines."""
+PALETTE = ("#0072b2", "#d55e00", "#7a7f87", "#009e73", "#aa4499", "#b8860b", "#332288", "#88ccee")
+"""Colours of lines that colour-blind people can distinguish (after Okabe and Ito)."""
 
-    paper: str
-    ink: str
-    grid: str
-    palette: Sequence[str]
-
-
-LIGHT = Theme(
-    paper="#ffffff",
-    ink="#1c2026",
-    grid="#d9dde3",
-    palette=("#0072b2", "#d55e00", "#7a7f87", "#009e73", "#aa4499", "#b8860b", "#332288", "#88ccee"),
-)
-DARK = Theme(
-    paper="#15181d",
-    ink="#dfe3e8",
-    grid="#333941",
-    palette=("#56b4e9", "#ff8c42", "#9aa1ab", "#2fc79a", "#e58fc5", "#e6c34a", "#a79bff", "#bfe6f7"),
-)
-"""The lines have colours that colour-blind people can distinguish (after Okabe and Ito)."""
+GRID = "#d9dde3"
 
 
 def higher_is_better(metric: str) -> bool | None:
@@ -90,31 +72,24 @@ def panels(width: float, height: float, rows: int = 1, columns: int = 1) -> "tup
 
     drawn = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(drawn)
-    return drawn, [drawn.add_subplot(rows, columns, place + 1) for place in range(rows * columns)]
+    axes = [drawn.add_subplot(rows, columns, place + 1) for place in range(rows * columns)]
+    for ax in axes:
+        ax.grid(color=GRID, linewidth=0.7)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+    return drawn, axes
 
 
-def save_twice(path: Path, draw: "Callable[[Theme], Figure]") -> tuple[list[Path], Path]:
-    """Writes a figure as PNG and PDF on white, and returns their paths and that of another PNG, for a dark page."""
-    dark = path.with_name(f"{path.name}.dark.png")
-    save_png(draw(DARK), dark, 200)
-    return save(draw(LIGHT), path, dpi=200), dark
-
-
-def save(drawn: "Figure", path: Path, dpi: int = 160) -> list[Path]:
-    """Writes `path`.png and `path`.pdf."""
-    png, pdf = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.pdf")
-    save_png(drawn, png, dpi)
-    drawn.savefig(pdf)
-    return [png, pdf]
-
-
-def save_png(drawn: "Figure", path: Path, dpi: int) -> None:
-    """Writes a PNG of 256 colours, enough for lines and cells, at a third of the size: pages contain their figures."""
+def save(drawn: "Figure", path: Path) -> list[Path]:
+    """Writes `path`.png, in 256 colours, enough for lines and cells, because pages contain it; and `path`.pdf."""
     from PIL import Image
 
+    png, pdf = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.pdf")
     whole = BytesIO()
-    drawn.savefig(whole, format="png", dpi=dpi)
-    Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    drawn.savefig(whole, format="png", dpi=200)
+    Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(png, optimize=True)
+    drawn.savefig(pdf)
+    return [png, pdf]
 
 
 def heatmap(
@@ -135,6 +110,7 @@ def heatmap(
     best = min(finite, key=finite.__getitem__) if finite else None
     rows = [[finite.get((column, row), math.nan) for column in range(len(x))] for row in range(len(y))]
     scale = loss_norm(list(finite.values()))
+    ax.grid(visible=False)
     image = ax.imshow(rows, origin="lower", aspect="auto", cmap=f"{COLOURS}_r", norm=scale)
     for (column, row), number in cells.items():
         if number is None:
@@ -207,7 +183,6 @@ def profile(path: Path, x: Sequence[Any], values: Sequence[float], x_label: str,
     ax.ticklabel_format(axis="y", useOffset=False)
     ax.set_xlabel(x_label)
     ax.set_ylabel(label)
-    ax.grid(alpha=0.3)
     return save(drawn, path)
 
 
@@ -242,49 +217,42 @@ def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
     ax.set_title(title, fontsize=9)
-    ax.grid(alpha=0.3, which="both")
     return save(drawn, path)
 
 
 def bands(
     path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, higher_is_better: bool = False
-) -> tuple[list[Path], Path]:
-    """Draws lines with their ranges and marks; returns the PNG and the PDF, and another PNG for a dark page.
+) -> list[Path]:
+    """Draws lines with their ranges and marks.
 
     Where the beginnings would hide the differences the vertical axis is cut, and its label says so.
     """
     from matplotlib.ticker import EngFormatter
 
     low, high, is_cut = worth_showing(lines, higher_is_better)
-    scale = "log" if not higher_is_better and low > 0 and high > 4 * low else "linear"
     columns = max(1, 56 // (5 + max(len(band.label) for band in lines)))  # of the legend, which stands above the axes
-
-    def draw(theme: Theme) -> "Figure":
-        drawn, ax = figure(5.4, 3.5 + 0.2 * math.ceil(len(lines) / columns))
-        handles = [draw_band(ax, band, theme) for band in lines]
-        ax.set_yscale(scale)
-        ax.set_ylim(low, high)
-        if scale == "log":
-            plain_numbers(ax.yaxis, (low, high))
-        ax.set_xlim(0, max(max(band.x) for band in lines) * 1.02)
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        ax.set_xlabel(x_label)
-        ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label, parse_math=False)
-        style: dict[str, Any] = {"fontsize": 9, "frameon": False, "labelcolor": theme.ink, "ncols": columns}
-        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}
-        legend = ax.legend(handles, [band.label for band in lines], **style, **place)
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # names of folders may have dollar signs
-        dress(drawn, ax, theme)
-        return drawn
-
-    return save_twice(path, draw)
+    drawn, ax = figure(5.4, 3.5 + 0.2 * math.ceil(len(lines) / columns))
+    handles = [draw_band(ax, band) for band in lines]
+    ax.set_ylim(low, high)
+    if not higher_is_better and low > 0 and high > 4 * low:
+        ax.set_yscale("log")
+        plain_numbers(ax.yaxis, (low, high))
+    ax.set_xlim(0, max(max(band.x) for band in lines) * 1.02)
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label, parse_math=False)
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}
+    names = [band.label for band in lines]
+    legend = ax.legend(handles, names, fontsize=9, frameon=False, ncols=columns, **place)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # names of folders may have dollar signs
+    return save(drawn, path)
 
 
-def draw_band(ax: "Axes", band: Band, theme: Theme) -> "Line2D":
+def draw_band(ax: "Axes", band: Band) -> "Line2D":
     """Draws a line with its range and marks, and returns the line. Colours that return have another line style."""
-    again, place = divmod(band.colour, len(theme.palette))
-    colour, style = theme.palette[place], ("-", "--", ":", "-.")[again % 4]
+    again, place = divmod(band.colour, len(PALETTE))
+    colour, style = PALETTE[place], ("-", "--", ":", "-.")[again % 4]
     ax.fill_between(band.x, band.low, band.high, color=colour, alpha=0.22, linewidth=0)
     marker = "o" if len(band.x) == 1 else None
     (line,) = ax.plot(band.x, band.y, color=colour, linewidth=1.7, linestyle=style, marker=marker)
@@ -295,37 +263,30 @@ def draw_band(ax: "Axes", band: Band, theme: Theme) -> "Line2D":
     return line
 
 
-def dots(path: Path, rows: Sequence[Dots], labels: Sequence[str]) -> tuple[list[Path], Path]:
-    """Draws rows of dots, the first on top, with a stroke at their mean, in panels side by side; returns as `bands`.
+def dots(path: Path, rows: Sequence[Dots], labels: Sequence[str]) -> list[Path]:
+    """Draws rows of dots, the first on top, with a stroke at their mean, in panels side by side.
 
     Values that are not finite (diverged) are left out.
     """
-
-    def draw(theme: Theme) -> "Figure":
-        drawn, axes = panels(2.0 + 3.2 * len(labels), 1.0 + 0.27 * len(rows), columns=len(labels))
-        for panel, (ax, label) in enumerate(zip(axes, labels, strict=True)):
-            shown = []
-            for place, row in enumerate(rows):
-                values = [value for value in row.panels[panel] if math.isfinite(value)]
-                colour = theme.palette[row.colour % len(theme.palette)]
-                ax.axhline(place, color=theme.grid, linewidth=0.7, zorder=0)
-                ax.scatter(values, [place] * len(values), s=26, color=colour, alpha=0.75, linewidths=0)
-                if len(values) > 1:
-                    ax.scatter([sum(values) / len(values)], [place], s=130, marker="|", color=colour, linewidths=2)
-                shown += values
-            if is_positive(shown) and max(shown) > 4 * min(shown):
-                ax.set_xscale("log")
-                plain_numbers(ax.xaxis, shown)
-            else:
-                ax.locator_params(axis="x", nbins=5)
-            ax.set_ylim(len(rows) - 0.5, -0.5)
-            names = [row.label for row in rows] if panel == 0 else []
-            ax.set_yticks(range(len(rows)) if names else [], names, parse_math=False)
-            ax.set_xlabel(label, parse_math=False)
-            dress(drawn, ax, theme, grid="x")
-        return drawn
-
-    return save_twice(path, draw)
+    drawn, axes = panels(2.0 + 3.2 * len(labels), 1.0 + 0.27 * len(rows), columns=len(labels))
+    for panel, (ax, label) in enumerate(zip(axes, labels, strict=True)):
+        shown = []
+        for place, row in enumerate(rows):
+            values = [value for value in row.panels[panel] if math.isfinite(value)]
+            colour = PALETTE[row.colour % len(PALETTE)]
+            ax.scatter(values, [place] * len(values), s=26, color=colour, alpha=0.75, linewidths=0)
+            if len(values) > 1:
+                ax.scatter([sum(values) / len(values)], [place], s=130, marker="|", color=colour, linewidths=2)
+            shown += values
+        if is_positive(shown) and max(shown) > 4 * min(shown):
+            ax.set_xscale("log")
+            plain_numbers(ax.xaxis, shown)
+        else:
+            ax.locator_params(axis="x", nbins=5)
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        ax.set_yticks(range(len(rows)), [row.label if panel == 0 else "" for row in rows], parse_math=False)
+        ax.set_xlabel(label, parse_math=False)
+    return save(drawn, path)
 
 
 def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:
@@ -342,21 +303,6 @@ def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:
 def slanted(values: Sequence[Any]) -> dict[str, Any]:
     """Options for labels below an axis: long ones are rotated."""
     return {"rotation": 20, "ha": "right"} if any(len(tick(value)) > 8 for value in values) else {}
-
-
-def dress(drawn: "Figure", ax: "Axes", theme: Theme, grid: Literal["both", "x"] = "both") -> None:
-    """Gives a figure the colours of a theme, and its axes a grid."""
-    ax.grid(axis=grid, color=theme.grid, linewidth=0.7)
-    ax.set_axisbelow(True)
-    drawn.set_facecolor(theme.paper)
-    ax.set_facecolor(theme.paper)
-    for side, spine in ax.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(theme.ink)
-    ax.tick_params(which="both", colors=theme.ink, labelsize=10)
-    for label in (ax.xaxis.label, ax.yaxis.label):
-        label.set_color(theme.ink)
-        label.set_fontsize(11)
 
 
 def worth_showing(lines: Sequence[Band], higher_is_better: bool) -> tuple[float, float, bool]:

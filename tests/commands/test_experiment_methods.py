@@ -308,7 +308,7 @@ def test_a_method_without_a_best_trial_has_no_runs(monkeypatch: pytest.MonkeyPat
         ends.append(drawn)  # type: ignore[arg-type]
         drawing = path / "drawing"
         drawing.touch()
-        return [drawing, drawing], drawing
+        return [drawing, drawing]
 
     def draw(folder: Path, groups: Any, numbers: Any, methods: Any) -> list[Any]:
         draw_ends(folder, methods[0])

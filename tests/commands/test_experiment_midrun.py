@@ -24,7 +24,7 @@ from mupscale.commands.lab.file import read, refuse_validated_schedule
 from mupscale.commands.lab.midrun_keys import MidrunKeys, midrun_keys, stretched
 from mupscale.commands.lab.parts import RunPart
 from mupscale.commands.lab.run import result_of
-from mupscale.commands.reporting.draw import curve_of, draw_spent, lines_of
+from mupscale.commands.reporting.draw import curve_of, ends_of, lines_of
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Midrun, MidrunRun
 from mupscale.commands.reporting.runs import LoggedRun, RunSize
@@ -337,11 +337,12 @@ def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     page = Path("o/report/index.html").read_text()
     assert "At equal seconds, schedule cosine" in page
     assert "At equal seconds, schedule cosine" in output
-    assert Path("o/report/midrun_cosine.pdf").exists()
-    assert Path("o/report/midrun_cosine_curves.pdf").exists()
+    for budget in ("flops", "seconds"):
+        for figure in ("training", "validation", "curves"):
+            assert Path(f"o/report/midrun_cosine_{budget}_{figure}.pdf").exists()
     comparison = Midrun(ExperimentFolder(Path("o"), json.loads(Path("o/experiment.json").read_text()))).comparisons[0]
     lines = lines_of(comparison)
-    spent = {str(arm): (round(x[0]), round(x[-1])) for arm, (x, _) in lines.items()}
+    spent = {band.label: (round(band.x[0]), round(band.x[-1])) for band in lines}
     best = comparison.best(comparison.growths, "validation")
     assert best is not None
     # curves begin at the first of 20, 31 and 57 steps; and at the first of 10 after the growth
@@ -477,12 +478,11 @@ def test_a_curve_that_begins_at_the_growth_has_no_loss_from_before_it() -> None:
     assert set(y) == {1.0}
 
 
-@pytest.mark.slow
-def test_curves_of_more_shares_than_there_are_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    curve = np.array([10.0, 100.0]), np.array([2.0, 1.0])
-    lines = {Arm(512, noise="paper", share=share / 10): curve for share in range(1, 10)}
-    monkeypatch.setattr("mupscale.commands.reporting.draw.lines_of", lambda comparison: lines)
-    assert draw_spent(Path("curves"), [compared()])
+def test_where_growths_end_is_drawn_between_the_lines_of_fixed_widths() -> None:
+    comparison = compared(made_up(WIDE, 3.6, 3.8), made_up(GROWN, 3.5), made_up(OTHER, 3.4, math.inf))
+    fixed, *grown = ends_of(comparison, "training")
+    assert (fixed.label, fixed.y, fixed.low, fixed.high) == ("fixed width 512", (3.7,) * 2, (3.6,) * 2, (3.8,) * 2)
+    assert [(band.x, band.y) for band in grown] == [((25.0,), (3.4,)), ((50.0,), (3.5,))]
 
 
 @pytest.mark.parametrize(

@@ -133,16 +133,12 @@ def test_the_page_needs_nothing_else():
     assert GENERATOR in text
     assert not {"script", "link", "iframe", "object", "embed"} & {*page.tags}
     assert not re.search(r"url\(|@import|https?://", text)
-    assert page.tags.count("picture") == 4  # loss and accuracy, against steps and FLOPs
-    assert len(page.resources) == 8  # each on white and on black
-    corners = []
+    assert len(page.resources) == 4  # loss and accuracy, against steps and FLOPs
     for resource in page.resources:
         kind, _, content = resource.partition(",")
         assert kind == "data:image/png;base64"
         picture = Image.open(io.BytesIO(base64.b64decode(content, validate=True))).convert("RGB")
         assert picture.width >= 700
-        corners.append(sum(picture.getpixel((1, 1))) > 600)
-    assert corners == [False, True] * 4
     files = {path.name for path in Path("report").iterdir()}
     assert files == {*summary["files"]}
     pdfs = {f"{quantity}_{axis}.pdf" for quantity in ("training_loss", "val_accuracy") for axis in ("steps", "flops")}
@@ -292,19 +288,18 @@ def test_bands_are_drawn(tmp_path: Path):
         band([3.0, 2.0 - place / 10], 0.1)._replace(colour=place, label=f"line {place}", marks=[0.5])
         for place in range(10)
     ]
-    (png, pdf), dark = figures.bands(tmp_path / "many", [*many, band([1.0])], "steps", "loss")
+    png, pdf = figures.bands(tmp_path / "many", [*many, band([1.0])], "steps", "loss")
     assert pdf.read_bytes().startswith(b"%PDF")
-    for path, colour in ((png, "#0072b2"), (dark, "#56b4e9")):  # the first line's blue, on white and on black
-        with Image.open(path) as picture:
-            assert picture.size == (1080, 820)  # three rows of names above the axes make it higher
-            colours = picture.convert("RGB").getcolors(10**6)
-        assert sum(count for count, seen in colours if seen == tuple(bytes.fromhex(colour[1:]))) > 100
+    with Image.open(png) as picture:
+        assert picture.size == (1080, 820)  # three rows of names above the axes make it higher
+        colours = picture.convert("RGB").getcolors(10**6)
+    assert sum(count for count, seen in colours if seen == tuple(bytes.fromhex("0072b2"))) > 100  # the first line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", [r"$\nothing$", "_hidden"])
 def test_a_label_is_drawn_as_it_is(tmp_path: Path, label: str):
     """It is neither mathematics nor hidden: a folder may have any name."""
-    (png, _), _ = figures.bands(tmp_path / "named", [band([2.0, 1.0])._replace(label=label)], "steps", label)
-    (blank, _), _ = figures.bands(tmp_path / "blank", [band([2.0, 1.0])._replace(label=" ")], "steps", label)
+    png, _ = figures.bands(tmp_path / "named", [band([2.0, 1.0])._replace(label=label)], "steps", label)
+    blank, _ = figures.bands(tmp_path / "blank", [band([2.0, 1.0])._replace(label=" ")], "steps", label)
     assert png.read_bytes() != blank.read_bytes()

@@ -37,11 +37,11 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time, and is tested elsewhere."""
 
-    def blank(path: Path, *_: Any, **__: Any) -> tuple[list[Path], Path]:
-        paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf", "dark.png")]
+    def blank(path: Path, *_: Any, **__: Any) -> list[Path]:
+        paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf")]
         for each in paths:
             each.touch()
-        return paths[:2], paths[2]
+        return paths
 
     monkeypatch.setattr(figures, "bands", blank)
 

@@ -191,7 +191,6 @@ def draw(path: Path, panels: list[Panel], label: str) -> list[Path]:
         ax.set_xlabel(each.key)
         ax.set_ylabel(label)
         ax.set_title(each.title, fontsize=10, parse_math=False)
-        figures.dress(figure, ax, figures.LIGHT)
     lines, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=10)
     return figures.save(figure, path)

@@ -1,19 +1,22 @@
 """A report on runs: one page, its figures, and its numbers."""
 
 import json
+import math
 import shlex
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from mupscale.commands.reporting.draw import draw_figures, draw_midrun
+from mupscale.commands.reporting.compare import Spread, spread
+from mupscale.commands.reporting.draw import draw_figures, draw_midrun, numbered
 from mupscale.commands.reporting.folders import Found, find_runs
 from mupscale.commands.reporting.groups import Group, group_runs, refuse_other_tasks
 from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.midrun import Midrun
 from mupscale.commands.reporting.page import GENERATOR, Opening, render_page
-from mupscale.commands.reporting.reach import Numbers, compute_numbers
+from mupscale.commands.reporting.reach import Comparison, Numbers, compute_numbers
 from mupscale.commands.reporting.sections import (
     command_section,
     methods_section,
@@ -21,18 +24,12 @@ from mupscale.commands.reporting.sections import (
     result_sections,
     run_sections,
     sweep_sections,
-    tiles,
     transfer_section,
 )
-from mupscale.commands.reporting.summary import as_json, run_rows
-from mupscale.commands.reporting.words import title, verdicts
+from mupscale.commands.reporting.words import COST_LABELS, title, verdicts
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 from mupscale.text_tables import as_csv
-
-__all__ = ["write_report"]
-
-T = TypeVar("T")
 
 
 def write_report(folders: list[Path], out: Path) -> list[Path]:
@@ -49,7 +46,7 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     refuse_other_tasks(found.runs)
     groups = group_runs(found.runs, found.method_of)
     numbers = compute_numbers(found, groups) if groups else None
-    midruns = [Midrun(experiment) for experiment in found.midruns]
+    midruns = [Midrun(experiment) for experiment in found.of_protocol("midrun")]
     methods = []
     if numbers is not None:
         methods = [Methods(experiment, groups, numbers) for experiment in found.experiments if experiment.method_of]
@@ -62,7 +59,7 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
             figures = draw_figures(draft, groups, numbers, methods)
             sections += result_sections(groups, numbers, figures, bool(methods))
             (draft / "summary.csv").write_text(as_csv(run_rows(groups, numbers)))
-        sections += [transfer_section(experiment) for experiment in found.transfers]
+        sections += [transfer_section(experiment) for experiment in found.of_protocol("transfer")]
         for name, midrun in numbered("midrun", midruns):
             sections.append(midrun_section(midrun, draw_midrun(midrun, draft, name)))
             (draft / f"{name}.csv").write_text(as_csv(midrun.rows()))
@@ -78,11 +75,6 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
         (draft / "index.html").write_text(page)
         replace_report(out, draft, names)
     return [out / each for each in reversed(names)]
-
-
-def numbered(name: str, things: list[T]) -> list[tuple[str, T]]:
-    """Things with names for their files: the name itself if there is one thing, and with numbers if there are more."""
-    return [(name if len(things) == 1 else f"{name}_{index}", thing) for index, thing in enumerate(things, 1)]
 
 
 def opening_of(
@@ -103,7 +95,6 @@ def opening_of(
         title(groups) if groups else f"{topic}: {folders}",
         [*first, *(sentences for midrun in midruns for sentences in midrun.verdicts)],
         of_groups if methods else [],
-        tiles(groups, numbers) if numbers is not None else [],
         notes,
     )
 
@@ -135,3 +126,119 @@ def files_of_report(out: Path) -> list[str]:
         return [name for name in names if isinstance(name, str) and name == Path(name).name]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+# --- the numbers, as JSON and CSV
+
+
+def as_json(
+    found: Found,
+    groups: list[Group],
+    numbers: Numbers | None,
+    methods: list[Methods],
+    midruns: list[Midrun],
+    files: list[str],
+    command: str,
+) -> dict[str, Any]:
+    sentences = [each for midrun in midruns for each in midrun.verdicts]
+    sentences += [each.verdict for each in methods]
+    sentences += verdicts(numbers, groups) if numbers else []
+    summary: dict[str, Any] = {
+        "command": command,
+        "files": files,
+        "notes": [*found.notes, *(numbers.notes if numbers else [])],
+        "verdicts": [" ".join(each) for each in sentences],
+        "experiments": [{"folder": str(each.folder), "protocol": each.protocol} for each in found.experiments],
+        "sweeps": [{"name": each.name, "folder": str(each.folder), "best": each.best} for each in found.sweeps],
+    }
+    if numbers is None:
+        return summary
+    windows = numbers.windows
+    summary["window"] = {"steps": windows.size, "epochs": windows.epochs, "final_loss": numbers.recorded}
+    summary["groups"] = [
+        {
+            "name": group.name,
+            "role": group.role,
+            "seeds": [run.seed for run in group.runs],
+            "final_loss": span(group.final),
+            "flops": span(group.flops),
+            "validation": {metric: span(group.last(metric)) for metric in numbers.metrics},
+        }
+        for group in groups
+    ]
+    summary["comparisons"] = [comparison_as_json(comparison) for comparison in numbers.comparisons]
+    summary["tuning"] = [
+        {
+            "sweep": each.sweep.name,
+            "trials": each.trials,
+            "flops": each.flops,
+            "width": each.width,
+            "speedup": each.ratio,
+        }
+        for each in numbers.tuning
+    ]
+    if methods:
+        summary["methods"] = [
+            {"folder": str(each.folder), "verdict": each.verdict, "table": list(map(finite_row, each.rows()))}
+            for each in methods
+        ]
+    summary["runs"] = list(map(finite_row, run_rows(groups, numbers)))
+    return summary
+
+
+def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
+    difference, reaches = comparison.difference(), comparison.reaches
+    steps = [float(reach.step) for reach in reaches if reach.step is not None]
+    epochs = [float(reach.epoch) for reach in reaches if reach.epoch is not None]
+    costs = [
+        {"kind": cost.kind, "charged": COST_LABELS[cost.kind], "flops": cost.flops, "speedup": cost.factor}
+        for cost in comparison.costs.values()
+    ]
+    return {
+        "upscaled": comparison.upscaled.name,
+        "scratch": comparison.scratch.name,
+        "difference": finite_row({**difference._asdict(), "outcome": difference.outcome}),
+        "reach": [finite_row(asdict(reach)) for reach in reaches],
+        "all_reach": comparison.reached,
+        "reach_step": span(spread(steps)) if comparison.reached else None,
+        "reach_epoch": span(spread(epochs)) if comparison.reached else None,
+        "costs": costs or None,
+        "notes": comparison.notes,
+    }
+
+
+def run_rows(groups: list[Group], numbers: Numbers) -> list[dict[str, Any]]:
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            reach = numbers.reach_of(run, group)
+            rows.append(
+                {
+                    "group": group.name,
+                    "seed": run.seed,
+                    "folder": str(run.folder),
+                    "start_width": run.start_width,
+                    "width": run.end_width,
+                    "steps": run.last_step,
+                    "state": run.state,
+                    "final_loss": run.final,
+                    "min_loss": float(run.means.min()) if len(run.means) else None,
+                    **{metric: run.last(metric) for metric in numbers.metrics},
+                    "flops": run.flops,
+                    "reach_step": reach and reach.step,
+                    "reach_epoch": reach and reach.epoch,
+                    "reach_flops": reach and reach.flops,
+                }
+            )
+    return rows
+
+
+def finite_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without numbers that JSON lacks."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+
+
+def span(values: Spread | None) -> dict[str, Any] | None:
+    return None if values is None else {"mean": values.mean, "min": values.low, "max": values.high, "runs": values.runs}

@@ -2,22 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import cycle
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from mupscale.commands import figures
-from mupscale.commands.reporting.compare import spread
+from mupscale.commands.reporting.compare import Spread, spread
 from mupscale.commands.reporting.groups import PLACES, Group
 from mupscale.commands.reporting.methods import FINAL, VALIDATION, Methods
 from mupscale.commands.reporting.midrun import (
     BUDGETS,
-    FIXED,
     LOSSES,
-    Arm,
     Comparison,
     Loss,
     Midrun,
@@ -25,13 +22,12 @@ from mupscale.commands.reporting.midrun import (
     spent_by,
     step_costs,
 )
-from mupscale.commands.reporting.page import Picture, data_uri, read_pictures
+from mupscale.commands.reporting.page import Picture, data_uri
 from mupscale.commands.reporting.reach import FEWEST, SHARE, Numbers, finite_losses, trailing_means
 from mupscale.commands.reporting.runs import FloatArray, LoggedRun
 from mupscale.commands.reporting.words import capital, metric_name
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+T = TypeVar("T")
 
 POINTS = 600
 """The most points that a line is drawn with: more than a screen shows."""
@@ -49,23 +45,6 @@ Line = tuple[FloatArray, FloatArray]
 CurveOf = Callable[[LoggedRun], Line]
 """Gives the steps and values of a run's curve."""
 
-STYLES: dict[str, str] = dict(zip(FIXED, ("-", "--", ":"), strict=True))
-"""Of the lines of fixed widths."""
-
-GROWN = (0, 1, 3, 4, 5, 6, 7)
-"""Places in the palette of lines of runs that grow; fixed widths have the one that is left out."""
-
-SHOWN_FROM = 0.1
-"""The share of the budget from which on all of the fixed widths' curves are shown: losses before are far higher."""
-
-
-def picture_of(title: str, caption: str, paths: tuple[list[Path], Path]) -> Picture:
-    """A figure, which was saved twice, on the page. Only the page shows the dark one."""
-    (png, _), dark = paths
-    answer = Picture(data_uri(png), title, data_uri(dark), caption)
-    dark.unlink()
-    return answer
-
 
 # --- groups and growth methods
 
@@ -75,20 +54,23 @@ def draw_figures(folder: Path, groups: list[Group], numbers: Numbers, methods: l
     windows = numbers.windows
     mean = f"mean over {windows.length}" if windows.epochs else f"running mean over {windows.length}"
     drawn = []
-    for index, each in enumerate(methods, 1):
-        name = "methods" if len(methods) == 1 else f"methods_{index}"
+    for name, each in numbered("methods", methods):
         drawn += draw_ends(folder / f"{name}_ends", each)
         drawn += draw_methods(folder / name, f"Training loss of growth methods, {mean}", each)
-    drawn += draw_pair(folder / "training_loss", "training loss", f"Training loss, {mean}", groups, windows.of, False)
+    drawn += draw_pair(folder / "training_loss", "training loss", f"Training loss, {mean}", groups, windows.of)
     for metric in numbers.metrics:
         path, label = folder / metric.replace("/", "_"), metric_name(metric)
-        is_maximised = bool(figures.higher_is_better(metric))
-        drawn += draw_pair(path, label, capital(label), groups, validations(metric), is_maximised)
+        drawn += draw_pair(path, label, capital(label), groups, validations(metric), figures.higher_is_better(metric))
     return drawn
 
 
+def numbered(name: str, things: list[T]) -> list[tuple[str, T]]:
+    """Things with names for their files: the name itself if there is one thing, and with numbers if there are more."""
+    return [(name if len(things) == 1 else f"{name}_{index}", thing) for index, thing in enumerate(things, 1)]
+
+
 def draw_pair(
-    path: Path, label: str, title: str, groups: list[Group], curve_of: CurveOf, is_maximised: bool
+    path: Path, label: str, title: str, groups: list[Group], curve_of: CurveOf, is_maximised: bool | None = False
 ) -> list[Picture]:
     """Draws one quantity against steps and against FLOPs, the latter for groups that logged FLOPs."""
     curves = [(group, curve) for group in groups if (curve := mean_curve(group, curve_of)) is not None]
@@ -97,11 +79,25 @@ def draw_pair(
     drawn = []
     for axis, x_label in AXES.items():
         bands = [band(group, curve, axis) for group, curve in curves if np.isfinite(getattr(curve, axis)).all()]
-        if bands:
-            file, name = path.with_name(f"{path.name}_{axis}"), f"{title}, against {x_label}"
-            paths = figures.bands(file, bands, x_label, label, higher_is_better=is_maximised)
-            drawn.append(picture_of(name, f"{name}{seeds}.", paths))
+        file, name = path.with_name(f"{path.name}_{axis}"), f"{title}, against {x_label}"
+        drawn += draw_bands(file, bands, x_label, label, name, seeds, is_maximised)
     return drawn
+
+
+def draw_bands(
+    path: Path,
+    bands: list[figures.Band],
+    x_label: str,
+    y_label: str,
+    title: str,
+    more: str = "",
+    is_maximised: bool | None = False,
+) -> list[Picture]:
+    """A picture of bands, with its caption; none if there are no bands."""
+    if not bands:
+        return []
+    paths = figures.bands(path, bands, x_label, y_label, higher_is_better=bool(is_maximised))
+    return [Picture(data_uri(paths[0]), title, f"{capital(title)}{more}.")]
 
 
 def draw_methods(path: Path, title: str, methods: Methods) -> list[Picture]:
@@ -115,10 +111,7 @@ def draw_methods(path: Path, title: str, methods: Methods) -> list[Picture]:
         if curve is not None:
             line = band(group, curve, "steps")
             bands.append(line._replace(label=name, low=line.y, high=line.y))
-    if not bands:
-        return []
-    paths = figures.bands(path, bands, AXES["steps"], "training loss")
-    return [picture_of(title, f"{title}: means over seeds, those that end lowest first.", paths)]
+    return draw_bands(path, bands, AXES["steps"], "training loss", title, ": means over seeds, the lowest end first")
 
 
 def draw_ends(path: Path, methods: Methods) -> list[Picture]:
@@ -137,9 +130,8 @@ def draw_ends(path: Path, methods: Methods) -> list[Picture]:
     labels = ["training loss at the end"]
     if any(has_finite(row.panels[1]) for row in rows):
         labels.append("validation loss at the end")
-    title = "Where growth methods end"
-    caption = f"{title}: a dot for each seed, and a stroke at the mean."
-    return [picture_of(title, caption, figures.dots(path, rows, labels))]
+    title, paths = "Where growth methods end", figures.dots(path, rows, labels)
+    return [Picture(data_uri(paths[0]), title, f"{title}: a dot for each seed, and a stroke at the mean.")]
 
 
 def has_finite(values: Sequence[float]) -> bool:
@@ -209,94 +201,51 @@ def validations(metric: str) -> CurveOf:
 
 
 def draw_midrun(midrun: Midrun, folder: Path, name: str) -> list[Picture]:
-    """Draws two figures for each schedule."""
-    schedules: dict[str, list[Comparison]] = {}
-    for comparison in midrun.comparisons:
-        schedules.setdefault(comparison.schedule, []).append(comparison)
+    """Draws, for each schedule and budget, losses at the end over the share of the budget after which runs grow, and
+    training curves over the share that is spent.
+    """
     drawn = []
-    for schedule, comparisons in schedules.items():
-        drawn += draw_shares(folder / f"{name}_{schedule}", comparisons)[:1]
-        drawn += draw_spent(folder / f"{name}_{schedule}_curves", comparisons)[:1]
-    return read_pictures(drawn)
+    for each in midrun.comparisons:
+        file, where = f"{name}_{each.schedule}_{each.budget}", f"at {BUDGETS[each.budget]}, {each.schedule}"
+        for loss in LOSSES:
+            if each.has(loss):
+                labels = "share of the budget after which a run grows, %", f"{loss} loss at the end"
+                drawn += draw_bands(folder / f"{file}_{loss}", ends_of(each, loss), *labels, f"{labels[1]} {where}")
+        labels = "share of the budget that is spent, %", "training loss"
+        drawn += draw_bands(folder / f"{file}_curves", lines_of(each), *labels, f"{labels[1]} {where}")
+    return drawn
 
 
-def draw_shares(path: Path, comparisons: list[Comparison]) -> list[Path]:
-    """Draws the losses at the end against the share of the budget after which runs grow.
-
-    There is a column for each budget, and a row for validation and one for training.
-    """
-    losses = [loss for loss in LOSSES if all(comparison.has(loss) for comparison in comparisons)]
-    size = 5.2 * len(comparisons), 3.9 * max(1, len(losses))
-    figure, axes = figures.panels(*size, len(losses), len(comparisons))
-    panels = [(comparison, loss) for loss in losses for comparison in comparisons]
-    for ax, (comparison, loss) in zip(axes, panels, strict=True):
-        draw_comparison(ax, comparison, loss)
-        label_panel(ax, comparison, "share of the budget after which a run grows, %", f"{loss} loss at the end")
-    return figures.save(figure, path)
-
-
-def label_panel(ax: "Axes", comparison: Comparison, x_label: str, y_label: str) -> None:
-    ax.set_title(BUDGETS[comparison.budget], fontsize=10)
-    ax.set_xlabel(x_label)
-    ax.set_ylabel(y_label)
-    ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
-
-
-def draw_comparison(ax: "Axes", comparison: Comparison, loss: Loss) -> None:
-    """Draws a horizontal line with its range for each fixed width, and a line over the shares for each noise."""
-    palette = figures.LIGHT.palette
-    shares = [100 * arm.share for arm in comparison.growths] or [0, 100]
-    ends = [min(shares) - 5, max(shares) + 5]
+def ends_of(comparison: Comparison, loss: Loss) -> list[figures.Band]:
+    """A horizontal line with its range for each fixed width, and a line over the shares for each noise."""
     found = {arm: each for arm in comparison.arms if (each := spread([*comparison.losses(arm, loss).values()]))}
-    for arm in comparison.fixed:
-        if arm in found:
-            ax.fill_between(ends, found[arm].low, found[arm].high, color=palette[2], alpha=0.18, linewidth=0)
-            ax.plot(ends, [found[arm].mean] * 2, color=palette[2], linestyle=STYLES[arm.fixed], label=f"fixed {arm}")
-    for place, noise in enumerate(dict.fromkeys(arm.noise for arm in comparison.growths)):
-        grown = [arm for arm in comparison.growths if arm.noise == noise and arm in found]
-        if not grown:
-            continue
-        colour = palette[GROWN[place % len(GROWN)]]
-        x = [100 * arm.share for arm in grown]
-        lows, highs = [found[arm].low for arm in grown], [found[arm].high for arm in grown]
-        ax.fill_between(x, lows, highs, color=colour, alpha=0.2, linewidth=0)
-        ax.plot(x, [found[arm].mean for arm in grown], color=colour, marker="o", markersize=4, label=f"grown, {noise}")
+    lines: dict[str, list[tuple[float, Spread]]] = {}
+    for arm, each in found.items():
+        if arm.fixed:
+            lines[f"fixed {arm}"] = [(0.0, each), (100.0, each)]
+        else:
+            lines.setdefault(f"grown, {arm.noise}", []).append((100 * arm.share, each))
+    bands = []
+    for colour, (label, points) in enumerate(lines.items()):
+        x, means, lows, highs = zip(*((at, each.mean, each.low, each.high) for at, each in points), strict=True)
+        bands.append(figures.Band(label, colour, x, means, lows, highs))
+    return bands
 
 
-def draw_spent(path: Path, comparisons: list[Comparison]) -> list[Path]:
-    """Draws the training loss against the share of the budget that is spent, with a panel for each budget.
+def lines_of(comparison: Comparison) -> list[figures.Band]:
+    """The mean curve of each arm over its seeds: the share of the budget in percent, and the loss.
 
-    Runs that grow are drawn from their growth on, those with the noise that ends lowest. Nothing is drawn if no run has
-    logged a loss.
+    Runs that grow are drawn from their growth on, those with the noise that ends lowest.
     """
-    drawn = [(comparison, lines) for comparison in comparisons if (lines := lines_of(comparison))]
-    if not drawn:
-        return []
-    figure, axes = figures.panels(5.2 * len(drawn), 3.9, columns=len(drawn))
-    palette = figures.LIGHT.palette
-    for ax, (comparison, lines) in zip(axes, drawn, strict=True):
-        colours = cycle(palette[place] for place in GROWN)
-        for arm, (x, y) in lines.items():
-            if arm.fixed:
-                ax.plot(x, y, color=palette[2], linestyle=STYLES[arm.fixed], label=f"fixed {arm}")
-            else:
-                ax.plot(x, y, color=next(colours), label=str(arm))
-        ax.set_ylim(*shown(lines))
-        label_panel(ax, comparison, "share of the budget that is spent, %", "training loss")
-    return figures.save(figure, path)
-
-
-def lines_of(comparison: Comparison) -> dict[Arm, Line]:
-    """The mean curve of each arm over its seeds: the share of the budget in percent, and the loss."""
     best = comparison.best(comparison.growths, next((loss for loss in LOSSES if comparison.has(loss)), "training"))
-    answer = {}
+    answer: list[figures.Band] = []
     for arm, runs in comparison.arms.items():
         if arm.fixed or (best is not None and arm.noise == best.noise):
             curves = [curve for run in runs if len((curve := curve_of(run, comparison))[0])]
             if curves:
                 places, values = on_common_places(curves)
-                answer[arm] = places, values.mean(0)
+                mean = values.mean(0).tolist()
+                answer.append(figures.Band(str(arm), len(answer), places.tolist(), mean, mean, mean))
     return answer
 
 
@@ -314,12 +263,3 @@ def curve_of(run: MidrunRun, comparison: Comparison) -> Line:
     end = step_costs(run.logged, costs)[1]
     fewest = (FEWEST - 0.5) * run.logged.interval * end * percent  # half an interval less, lest rounding decide
     return trailing_means(spent, losses[grown], spent, max(100 * SHARE, fewest))
-
-
-def shown(lines: dict[Arm, Line]) -> tuple[float, float]:
-    """The range of losses that is shown: all of the fixed widths, without their beginnings."""
-    low = min(float(y.min()) for _, y in lines.values())
-    tops = [float(y[x >= 100 * SHOWN_FROM].max(initial=low)) for arm, (x, y) in lines.items() if arm.fixed]
-    high = max(tops, default=max(float(y.max()) for _, y in lines.values()))
-    room = 0.05 * (high - low) or 0.1
-    return low - room, high + room

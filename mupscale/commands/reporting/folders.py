@@ -14,6 +14,9 @@ from mupscale.errors import UserError
 
 QUICK = "quick: no evidence. Tiny networks, few steps and little data: this shows only that the experiment runs."
 
+OWN_PART = ("transfer", "midrun")
+"""Protocols of which the page shows an own part and the sweeps, not the runs."""
+
 
 @dataclass
 class SweepFolder:
@@ -30,7 +33,6 @@ class SweepFolder:
 
     @property
     def trials(self) -> list[Path]:
-        """The folders of its runs."""
         inside = self.folder / "trials" if self.is_sweep else self.folder
         return sorted(path.parent for path in inside.glob("*/config.yaml"))
 
@@ -102,45 +104,25 @@ class ExperimentFolder:
         return str(self.description.get("protocol", "upscale"))
 
     @property
-    def is_transfer(self) -> bool:
-        return self.protocol == "transfer"
-
-    @property
-    def is_midrun(self) -> bool:
-        return self.protocol == "midrun"
-
-    @property
-    def is_quick(self) -> bool:
-        return bool(self.description.get("quick"))
-
-    @property
     def runs(self) -> list[Path]:
         return [inside(self.folder, run["folder"]) for run in self.description.get("runs", [])]
 
     @property
     def sweeps(self) -> list[SweepFolder]:
-        answer = []
-        for name, where in self.description.get("sweeps", {}).items():
-            method = name.removeprefix("sweep_2/")
-            sweep = SweepFolder(name, inside(self.folder, where), method if method in self.methods else "")
-            answer.append(sweep)
-        return answer
+        methods = {f"sweep_2/{method}": method for method in self.methods}
+        listed = self.description.get("sweeps", {}).items()
+        return [SweepFolder(name, inside(self.folder, where), methods.get(name, "")) for name, where in listed]
 
     @property
     def methods(self) -> dict[str, Any]:
-        """The growth methods that it compares, by name."""
         described = self.description.get("experiment")
         methods = described.get("methods") if isinstance(described, dict) else None
         return methods if isinstance(methods, dict) else {}
 
     @property
     def method_of(self) -> dict[Path, str]:
-        """The growth methods of the runs that compare them, by folder."""
-        answer = {}
-        for run, folder in zip(self.description.get("runs", []), self.runs, strict=True):
-            if run.get("method") in self.methods:
-                answer[folder] = str(run["method"])
-        return answer
+        runs = zip(self.description.get("runs", []), self.runs, strict=True)
+        return {folder: str(run["method"]) for run, folder in runs if run.get("method") in self.methods}
 
 
 @dataclass
@@ -158,19 +140,10 @@ class Found:
 
     @property
     def method_of(self) -> dict[Path, str]:
-        """The growth methods of the runs that compare them, by folder."""
-        answer: dict[Path, str] = {}
-        for experiment in self.experiments:
-            answer |= experiment.method_of
-        return answer
+        return {run: name for experiment in self.experiments for run, name in experiment.method_of.items()}
 
-    @property
-    def transfers(self) -> list[ExperimentFolder]:
-        return [experiment for experiment in self.experiments if experiment.is_transfer]
-
-    @property
-    def midruns(self) -> list[ExperimentFolder]:
-        return [experiment for experiment in self.experiments if experiment.is_midrun]
+    def of_protocol(self, *names: str) -> list[ExperimentFolder]:
+        return [experiment for experiment in self.experiments if experiment.protocol in names]
 
 
 def find_runs(folders: list[Path]) -> Found:
@@ -188,15 +161,15 @@ def find_runs(folders: list[Path]) -> Found:
             search(folder, found, seen)
         if found.total == before:
             raise UserError(f"{folder} holds no runs: no config.yaml beside TensorBoard events, at any depth")
-    for run in [run for run in found.runs if not run.has_loss]:
-        found.runs.remove(run)
-        found.notes.append(f"{run.folder} has logged no training loss to TensorBoard, and is left out.")
     for run in found.runs:
-        if run.log.damaged:
+        if not run.has_loss:
+            found.notes.append(f"{run.folder} has logged no training loss to TensorBoard, and is left out.")
+        elif run.log.damaged:
             found.notes.append(
                 f"An event file of {run.folder} is damaged or cut off; it counts as far as it can be read."
             )
-    if not found.runs and not found.transfers and not found.midruns:
+    found.runs = [run for run in found.runs if run.has_loss]
+    if not found.runs and not found.of_protocol(*OWN_PART):
         trials = [f"To show the trials of a sweep, name {found.sweeps[0].folder / 'trials'}."] if found.sweeps else []
         nothing = f"there is nothing to report in {', '.join(map(str, folders))}."
         raise UserError(" ".join([nothing, *trials, *found.notes]))
@@ -225,19 +198,20 @@ def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{path} is not the description of an experiment: {what_is_wrong(error)}") from error
     found.experiments.append(experiment)
-    if experiment.is_quick:
+    if experiment.description.get("quick"):
         found.notes.append(f"{folder.name} — {QUICK}")
-    if experiment.is_transfer or experiment.is_midrun:
-        return  # the page shows its own part and its sweeps, not its runs
+    if experiment.protocol in OWN_PART:
+        return
     found.sweeps += [sweep for sweep in sweeps if sweep.folder.is_dir()]
     without_best = [sweep.method for sweep in sweeps if sweep.has_no_best]
     for method in without_best:
         found.notes.append(f"All trials of {method} diverged at the small size: it has no runs at the target size.")
-    waiting = [run for run in runs if not (run / "config.yaml").is_file()]
-    waiting = [run for run in waiting if experiment.method_of.get(run) not in without_best]
+    waiting = []
     for run in runs:
         if (run / "config.yaml").is_file():
             search(run, found, seen)
+        elif experiment.method_of.get(run) not in without_best:
+            waiting.append(run)
     if waiting:
         more = f" and {len(waiting) - 3} more" if len(waiting) > 3 else ""
         found.notes.append(f"Not begun yet: {', '.join(str(run) for run in waiting[:3])}{more}.")

@@ -30,7 +30,6 @@ NO_DIFFERENCE = (
     "checkpoint.",
     "loop.",
     "model.compile",
-    "model.init_from",
     "trainer.accelerator",
     "trainer.barebones",
     "trainer.default_root_dir",
@@ -94,7 +93,6 @@ class Group:
         return spread([run.flops for run in self.counted])
 
     def last(self, metric: str) -> Spread | None:
-        """The last values of a validation metric."""
         return spread([run.last(metric) for run in self.counted])
 
     def by_seed(self, metric: str = "") -> Losses:
@@ -123,10 +121,9 @@ def refuse_other_tasks(runs: list[LoggedRun]) -> None:
 
 def task(config: Config) -> dict[str, Any]:
     """What runs must have in common to be compared: the data, and the model but for its width and hyperparameters."""
-    flat = flattened(config)
-    data = {key: value for key, value in flat.items() if key.startswith("data.") and not WHERE.match(key)}
-    model = {key: value for key, value in flat.items() if key.startswith("model.") and not FREE.match(key)}
-    return {**data, **model}
+    free = {"data": WHERE, "model": FREE}
+    flat = {key: value for key, value in flattened(config).items() if key.partition(".")[0] in free}
+    return {key: value for key, value in flat.items() if not free[key.partition(".")[0]].match(key)}
 
 
 def flattened(config: Config) -> dict[str, Any]:
@@ -154,11 +151,7 @@ def settings(config: Config) -> dict[str, Any]:
     """What a run computes: its configuration without seed, folders and devices."""
     flat = flattened(config)
     flat["model.init_from"] = "a checkpoint" if flat.get("model.init_from") else None
-    kept = {}
-    for key, value in flat.items():
-        if key == "model.init_from" or not (key.startswith(NO_DIFFERENCE) or WHERE.match(key)):
-            kept[key] = value
-    return kept
+    return {key: value for key, value in flat.items() if not (key.startswith(NO_DIFFERENCE) or WHERE.match(key))}
 
 
 # --- groups
@@ -203,16 +196,12 @@ def role_of(runs: list[LoggedRun], growing: list[LoggedRun]) -> Role:
 
 
 def name_groups(groups: list[Group]) -> None:
-    """Gives each group a name of its own."""
+    for group in groups:
+        group.name = folder_name(group.runs) if group.role == "other" else f"{NAMES['upscaled']}, {group.method}"
     for role, name in NAMES.items():
         alike = [group for group in groups if group.role == role and not group.method]
         for group, distinct in zip(alike, distinct_names(name, alike), strict=True):
             group.name = distinct
-    for group in groups:
-        if group.method:
-            group.name = f"{NAMES['upscaled']}, {group.method}"
-        elif group.role == "other":
-            group.name = folder_name(group.runs)
     names = [group.name for group in groups]
     for index, group in enumerate(groups):
         if names.count(group.name) > 1:
@@ -225,11 +214,8 @@ CLASS = ".class_path"
 
 def distinct_names(name: str, groups: list[Group]) -> list[str]:
     """Names of groups of one role, with the values in which they differ: three, or as many as make them distinct."""
-    if len(groups) <= 1:
-        return [name for _ in groups]
-    keys = [key for key in groups[0].settings if len({repr(group.settings.get(key)) for group in groups}) > 1]
-    for group in groups[1:]:
-        keys += [key for key in group.settings if key not in groups[0].settings and key not in keys]
+    known = dict.fromkeys(key for group in groups for key in group.settings)
+    keys = [key for key in known if len({repr(group.settings.get(key)) for group in groups}) > 1]
     classes = [key for key in keys if key.endswith(CLASS)]
     arguments = [key for key in keys if key not in classes]
     # classes that differ have different arguments: their names say more

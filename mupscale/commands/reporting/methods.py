@@ -74,7 +74,6 @@ class Method:
 
     @property
     def why_unranked(self) -> str:
-        """Why it is not in the ranking."""
         if any(map(math.isinf, self.losses[FINAL].values())):
             return "diverged at the target size"
         return "all trials diverged" if self.has_no_best else "no run at the target size yet"
@@ -101,16 +100,15 @@ class Methods:
         self.missing = sum(name in made and not (run / "result.json").is_file() for run, name in runs.items())
 
     def _method(self, name: str, described: Any, sweep: SweepFolder, metric: str, group: Group | None) -> Method:
-        comparison = next((each for each in self.numbers.comparisons if each.upscaled is group), None)
         best = sweep.best_trial(metric) if sweep.best else None
         at_edge = sweep.edges(metric) if best else []
         tuned = {key: shortened(best[key]) for key in sweep.axes if best}
         is_papers = class_name(described) == PAPERS
+        comparison = self.numbers.comparison_of(group)
         return Method(str(name), is_papers, tuned, at_edge, sweep.has_no_best, group, comparison)
 
     @property
     def keys(self) -> list[str]:
-        """The keys that were tuned."""
         return list(dict.fromkeys(key for method in self.all for key in method.tuned))
 
     @property
@@ -146,7 +144,6 @@ class Methods:
         return sentences
 
     def _why_none(self) -> str:
-        """That no method can be ranked, and for which reasons, in a sentence."""
         names: dict[str, list[str]] = {}
         for method in self.all:
             names.setdefault(method.why_unranked, []).append(method.name)
@@ -170,12 +167,10 @@ class Methods:
     # --- the table
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each method and seed."""
         rows = []
         for method in self.all:
-            reaches = {reach.seed: reach for reach in method.comparison.reaches} if method.comparison else {}
             for run in method.runs:
-                reach = reaches.get(run.seed)
+                reach = self.numbers.reach_of(run, method.group)
                 row = {"method": method.name, "seed": run.seed}
                 row |= {name: losses[run.seed] for name, losses in method.losses.items() if name != VALIDATION}
                 row |= {metric: run.last(metric) for metric in self.numbers.metrics}
@@ -189,7 +184,6 @@ class Methods:
 
 
 def standing(papers: Method, ranked: list[str], finals: dict[str, Losses]) -> str:
-    """Where the paper's method stands, in a sentence."""
     subject = f"the paper's method, {papers.name}{papers.noise}"
     if papers.name not in ranked:
         return f"{capital(subject)}, is not ranked ({papers.why_unranked})."

@@ -47,8 +47,6 @@ class Arm(NamedTuple):
 
 
 class MidrunRun(NamedTuple):
-    """A finished run."""
-
     schedule: str
     budgets: list[str]
     arm: Arm
@@ -112,7 +110,6 @@ class Comparison:
         return [f"{where}: {outcomes}.", *(self._sentence(loss, *margin) for loss, margin in margins.items())]
 
     def _hindrance(self) -> str:
-        """Why there is no margin."""
         for kind, arms in {"growth": self.growths, "fixed width": self.fixed}.items():
             if not arms:
                 return f"no {kind} has finished"
@@ -134,7 +131,6 @@ class Comparison:
 
 
 def outcome(difference: Difference) -> str:
-    """Who wins, in words."""
     if len(difference.seeds) < 2:
         ends = "lower" if difference.mean > 0 else "higher"
         return f"growing ends {ends}, but {difference.outcome}"
@@ -213,7 +209,6 @@ class Midrun:
         return [comparison.verdict() for comparison in self.comparisons]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each run and budget."""
         rows = []
         for comparison in self.comparisons:
             for arm, runs in comparison.arms.items():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mupscale.commands.figures import DARK, LIGHT
+from mupscale.commands.figures import PALETTE
 
 GENERATOR = '<meta name="generator" content="mupscale report">'
 """The line of the template by which a page is recognised as a report."""
@@ -31,21 +31,9 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """Images as data URIs: `source` on white, and `dark` for a dark page if there is one."""
-
     source: str
     alt: str
-    dark: str = ""
     caption: str = ""
-
-
-class Tile(NamedTuple):
-    """A number in large print."""
-
-    name: str
-    value: str
-    detail: str
-    colour: str = ""
 
 
 class Details(NamedTuple):
@@ -79,12 +67,10 @@ class Opening(NamedTuple):
     verdicts: Sequence[Sequence[str]]
     further_verdicts: Sequence[Sequence[str]] = ()
     """Shown when they are clicked."""
-    tiles: Sequence[Tile] = ()
     notes: Sequence[str] = ()
 
 
 def render_page(opening: Opening, sections: Sequence[Section]) -> str:
-    """The page as HTML."""
     environment = Environment(
         loader=PackageLoader("mupscale.commands.reporting", package_path=""),
         autoescape=True,
@@ -93,7 +79,7 @@ def render_page(opening: Opening, sections: Sequence[Section]) -> str:
         lstrip_blocks=True,
     )
     template = environment.get_template("page.html.jinja")
-    return template.render(opening=opening, sections=sections, light=LIGHT.palette, dark=DARK.palette).lstrip()
+    return template.render(opening=opening, sections=sections, palette=PALETTE).lstrip()
 
 
 def make_table(head: list[str], rows: Sequence[Sequence[str | Cell]], *, is_code: bool = False) -> Table:
@@ -110,7 +96,6 @@ def is_numeric(cell: Cell) -> bool:
 
 
 def read_pictures(paths: Sequence[Path]) -> list[Picture]:
-    """The images that are there."""
     return [Picture(data_uri(path), path.stem) for path in paths if path.is_file()]
 
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -97,16 +97,10 @@ class Reach:
     of_steps: int
 
 
-CostKind = Literal["scratch", "upscaled", "tuning", "base", "both"]
-"""What a row of costs charges: training from scratch; the upscaled run until it reaches that minimum; and the upscaled
-run together with tuning, with the base model's training, or with both.
-"""
-
-
 class Cost(NamedTuple):
-    """What is charged, its FLOPs, and how many times cheaper than training from scratch it is."""
+    """What is charged (a key of COST_LABELS), its FLOPs, and how many times cheaper than from scratch it is."""
 
-    kind: CostKind
+    kind: str
     flops: float
     factor: float
 
@@ -121,7 +115,7 @@ class Comparison:
     """Among how many groups from scratch this one ends lowest."""
     reaches: list[Reach] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    costs: dict[CostKind, Cost] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
     """As the paper's appendix "Evaluation criteria" charges them, those that are known; none if a run misses it."""
 
     @property
@@ -161,6 +155,14 @@ class Numbers:
     comparisons: list[Comparison] = field(default_factory=list)
     tuning: list[Tuning] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def comparison_of(self, upscaled: Group | None) -> Comparison | None:
+        return next((each for each in self.comparisons if each.upscaled is upscaled), None)
+
+    def reach_of(self, run: LoggedRun, group: Group | None) -> Reach | None:
+        comparison = self.comparison_of(group)
+        reaches = comparison.reaches if comparison else []
+        return next((reach for reach in reaches if reach.seed == run.seed), None)
 
 
 def compute_numbers(found: Found, groups: list[Group]) -> Numbers:
@@ -254,15 +256,15 @@ def complete(comparison: Comparison, groups: list[Group], numbers: Numbers) -> N
         comparison.costs = costs_of(whole, until, sum(tuning) if tuning else None, base)
 
 
-def costs_of(scratch: float, upscaled: float, tuning: float | None, base: float | None) -> dict[CostKind, Cost]:
+def costs_of(scratch: float, upscaled: float, tuning: float | None, base: float | None) -> dict[str, Cost]:
     """The costs by what is charged; without those of which a part is not known."""
-    charges: dict[CostKind, list[float | None]] = {
+    charges: dict[str, list[float | None]] = {
         "upscaled": [upscaled],
         "tuning": [upscaled, tuning],
         "base": [upscaled, base],
         "both": [upscaled, tuning, base],
     }
-    answer: dict[CostKind, Cost] = {"scratch": Cost("scratch", scratch, 1.0)}
+    answer = {"scratch": Cost("scratch", scratch, 1.0)}
     for kind, charged in charges.items():
         known = [cost for cost in charged if cost is not None]
         if len(known) == len(charged):
@@ -301,16 +303,10 @@ def base_of(run: LoggedRun, groups: list[Group]) -> LoggedRun | None:
     path = run.init_from
     if path is None:
         return None
-    for group in groups:
-        for other in group.runs:
-            if not other.grows and other.folder.resolve() in path.resolve().parents:
-                return other
-    for group in groups:
-        if group.role == "base":
-            for other in group.not_diverged:
-                if other.end_size == run.start_size and other.seed == run.seed:
-                    return other
-    return None
+    named = (each for group in groups for each in group.runs if not each.grows)
+    bases = (each for group in groups if group.role == "base" for each in group.not_diverged)
+    alike = (each for each in bases if each.end_size == run.start_size and each.seed == run.seed)
+    return next((each for each in named if each.folder.resolve() in path.resolve().parents), next(alike, None))
 
 
 def tuning_of(sweep: SweepFolder, groups: list[Group]) -> Tuning:

@@ -86,7 +86,6 @@ class LoggedRun:
 
     @property
     def init_from(self) -> Path | None:
-        """The checkpoint that it started from."""
         path = self.model["init_args"].get("init_from")
         return Path(path) if path else None
 
@@ -196,7 +195,6 @@ class LoggedRun:
         return np.array([0.0, *steps]), np.array([0.0, *(self.log.flops[step] for step in steps)])
 
     def flops_at(self, step: float) -> float:
-        """Training FLOPs after a step."""
         return float(self.flops_over(np.array([step]))[0])
 
     def flops_over(self, at: FloatArray) -> FloatArray:
@@ -219,8 +217,6 @@ class LoggedRun:
 
 
 class RunSize(NamedTuple):
-    """The size of the model of a run."""
-
     width: Any
     layers: Any
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from mupscale.commands.config import brief, labels
-from mupscale.commands.figures import LIGHT
+from mupscale.commands.figures import PALETTE
 from mupscale.commands.reporting.compare import spread
-from mupscale.commands.reporting.folders import ExperimentFolder, Found, SweepFolder
+from mupscale.commands.reporting.folders import OWN_PART, ExperimentFolder, Found, SweepFolder
 from mupscale.commands.reporting.groups import Group, differing
 from mupscale.commands.reporting.methods import AFTER, BEFORE, FINAL, JUST_AFTER, LATER, WINDOW, Method, Methods
 from mupscale.commands.reporting.midrun import BUDGETS, LOSSES, Midrun
-from mupscale.commands.reporting.page import Cell, Details, Picture, Section, Table, Tile, make_table, read_pictures
+from mupscale.commands.reporting.page import Cell, Details, Picture, Section, Table, make_table, read_pictures
 from mupscale.commands.reporting.reach import Comparison, Cost, Numbers
 from mupscale.commands.reporting.words import (
     COST_LABELS,
@@ -46,10 +46,9 @@ TUNING = (
     "uses it, too."
 )
 DRIFT = (
-    "Each optimum is the lowest point of a parabola through the best value of the grid and its neighbours, over the "
-    "logarithm of the value; at the edge of the grid, or beside a run that diverged, it is the best value itself. The "
-    "exponent is the slope of a line through them, logarithm over logarithm of the width before the growth; its error "
-    "is one standard error."
+    "Each optimum is the lowest point of a parabola through the best value of the grid and its neighbours, both in "
+    "logarithms; at an edge it is the best value itself. The exponent is the slope of the optima over the width before "
+    "the growth, with one standard error."
 )
 EDGE = (
     "A value is at the edge if it is the least or largest of a grid of three or more, or beside one that diverged: "
@@ -98,24 +97,7 @@ def curve_notes(groups: list[Group], numbers: Numbers) -> Iterator[str]:
     yield "Axes are cut so that differences show, and then say so."
 
 
-def tiles(groups: list[Group], numbers: Numbers) -> list[Tile]:
-    """Where each group ends, and what the first comparison saved."""
-    answer = []
-    for group in groups[:6]:
-        final = group.final
-        value = number(final.mean) if final else "diverged"
-        detail = f"{number(final.low)}–{number(final.high)}" if final and final.runs > 1 else "final training loss"
-        answer.append(Tile(group.name, value, detail, colour_class(group)))
-    costs = numbers.comparisons[0].costs if numbers.comparisons else {}
-    if costs:
-        with_base = f"{times(costs['base'].factor)} with the base model" if "base" in costs else ""
-        detail = with_base or "to reach from scratch's minimum"
-        answer.append(Tile("savings", times(costs["upscaled"].factor), detail))
-    return answer
-
-
 def end_table(groups: list[Group], numbers: Numbers) -> Table:
-    """Where the groups end."""
     head = ["", "seeds", "final training loss", *(metric_name(metric) for metric in numbers.metrics), "TFLOPs"]
     rows: list[list[str | Cell]] = []
     for group in groups:
@@ -148,7 +130,6 @@ def reach_section(comparison: Comparison, numbers: Numbers) -> Section:
 
 
 def tuning_section(numbers: Numbers) -> Section:
-    """What each sweep has cost."""
     rows = []
     for each in numbers.tuning:
         ratio = times(each.ratio) if each.ratio else "—"
@@ -206,13 +187,11 @@ def methods_section(methods: Methods) -> Section:
     grown = next((method for method in methods.all if method.group), None)
     before = ranged(spread(list(grown.losses[BEFORE].values()))) if grown else "—"
     fine = (
-        "Losses are means over seeds with their ranges, the lowest final loss first. Each method has the values that "
-        "are best for it at the small size; all were given the same grid. “Just after” is the loss of the first batch "
-        f"on the wide network, before any step; just before the growth it is {before}. “After {AFTER} steps” is the "
-        f"mean of the losses logged in the {WINDOW} steps up to then. “Step of reach” is when a method comes down to "
-        "the minimum training loss from scratch with the same seed, and how many times cheaper that is than from "
-        "scratch stands in brackets. What a method learns from batches before it grows, as LiGO does, is not charged. "
-        f"{EDGE}"
+        "Each method has the values that are best for it at the small size; all were given the same grid. “Just after” "
+        "is the loss of the first batch on the wide network, before any step; just before the growth it is "
+        f"{before}. “After {AFTER} steps” is the mean of the losses logged in the {WINDOW} steps up to then. “Step of "
+        "reach” is when a method comes down to the minimum training loss from scratch with the same seed; brackets "
+        f"say how many times cheaper that is. What LiGO learns before it grows is not charged. {EDGE}"
     )
     return Section(f"Growth methods: {methods.folder.name}", tables=[("", make_table(head, rows))], fine=[fine])
 
@@ -265,62 +244,33 @@ def short_decimal(cell: str) -> str:
 
 
 def midrun_section(midrun: Midrun, pictures: list[Picture]) -> Section:
-    """Runs that grow and fixed widths at one budget, and what is charged."""
-    costs, arms = midrun.costs, arm_table(midrun)
-    tables, fine = [], []
+    arms, tables = arm_table(midrun), []
     if arms.rows:
         tables.append(("", arms))
-        fine.append(" ".join(loss_notes(midrun)))
-    if costs:
-        tables.append(("What is charged", step_table(costs)))
-        fine += [" ".join(cost_notes(costs)), " ".join(tuning_notes(midrun))]
-    return Section(
-        f"Growing in the middle: {midrun.folder.name}",
-        [f"{midrun.missing} runs are not finished."] if midrun.missing else [],
-        pictures=pictures,
-        has_wide_pictures=True,
-        tables=tables,
-        fine=fine,
-    )
+    if midrun.costs:
+        tables.append(("What is charged", step_table(midrun.costs)))
+    heading = f"Growing in the middle: {midrun.folder.name}"
+    text = [f"{midrun.missing} runs are not finished."] if midrun.missing else []
+    fine = [" ".join(notes_on_midrun(midrun))] if midrun.costs else []
+    return Section(heading, text, pictures=pictures, tables=tables, fine=fine)
 
 
-def loss_notes(midrun: Midrun) -> Iterator[str]:
-    yield (
-        "Lines are means over seeds, bands the range from the lowest to the highest. Curves are running means; of runs "
-        "that grow, those with the noise that ends lowest, from the growth on."
-    )
+def notes_on_midrun(midrun: Midrun) -> Iterator[str]:
+    """What the losses and costs are; docs/experiments.md says more."""
     metric = midrun.metric.replace("_", " ").replace("%", " % of steps")
     if metric.startswith("last "):
         yield f"Training losses are means over every step of the {metric} of each run,"
         yield "validation losses those after its last step."
     else:
         yield f"Validation losses are those after the last step. The runs recorded {metric}, and no training losses."
-
-
-def cost_notes(costs: dict[str, Any]) -> Iterator[str]:
-    yield (
-        f"The budget is what {costs['steps']:,} steps of the wide width cost, in FLOPs or in seconds. A run that grows "
-        "has spent its share of it on narrow steps, and spends the rest on wide ones. FLOPs are all matrix products of "
-        "a step, forward and backward, those of attention too; none for a gradient of the data."
-    )
-    if costs.get("timed_steps"):
-        yield (
-            "Seconds are those of training steps as a single run takes them, data and logging included, measured over "
-            f"{costs['timed_steps']} steps of each width ({costs.get('device', '')}), the first fifth left out. Not "
-            "charged: the start and the compilation, which the table above has, once more after a growth; the pause of "
-            "the swap, in the table of runs; validations and checkpoints."
-        )
-
-
-def tuning_notes(midrun: Midrun) -> Iterator[str]:
+    yield f"The budget is what {midrun.costs['steps']:,} steps of the wide width cost, in FLOPs or in seconds."
+    if midrun.costs.get("timed_steps"):
+        timed = f"{midrun.costs['timed_steps']} steps of each width ({midrun.costs.get('device', '')})"
+        yield f"Seconds are those of training steps, measured over {timed}. Start, compilation, the pause of a growth,"
+        yield "validation and checkpoints are not charged."
     shares = midrun.description.get("tuned_at") or midrun.description.get("shares") or []
     tuned_at = ", ".join(f"{100 * share:g} %" for share in shares)
-    yield (
-        "Learning rates are tuned at the small size, at equal FLOPs and with the first seed: for each fixed width by "
-        f"sweep_1 at its small counterpart, and for each noise by sweep_2, which grows after {tuned_at} of the budget. "
-        "A run that grows has the rate of the narrow width until then. Runs at equal seconds take the values of equal "
-        "FLOPs. Tuning is not charged to anybody. Schedules run over the steps of a run, whatever it spends on each."
-    )
+    yield f"Learning rates are tuned at the small size, growths after {tuned_at} of the budget; tuning is not charged."
     if midrun.edges:
         yield f"These are the best at the edge of their grids: {'; '.join(midrun.edges)}."
     else:
@@ -346,7 +296,6 @@ def arm_table(midrun: Midrun) -> Table:
 
 
 def step_table(costs: dict[str, Any]) -> Table:
-    """What a step costs at each width."""
     rows = []
     for width, flops in costs["flops"].items():
         seconds, start = (costs[name].get(width, math.nan) for name in ("seconds", "start_seconds"))
@@ -360,7 +309,7 @@ def step_table(costs: dict[str, Any]) -> Table:
 def sweep_sections(found: Found) -> Iterator[Section]:
     """The sweeps that were found, and then those of experiments whose runs the page does not show."""
     named = [(sweep.name, sweep) for sweep in found.sweeps]
-    for experiment in found.transfers + found.midruns:
+    for experiment in found.of_protocol(*OWN_PART):
         named += [(str(sweep.folder.relative_to(experiment.folder)), sweep) for sweep in experiment.sweeps]
     for name, sweep in named:
         if sweep.is_sweep:
@@ -397,12 +346,11 @@ def heading(text: str, comparison: Comparison, numbers: Numbers) -> str:
 
 
 def key(group: Group) -> Cell:
-    """The name of a group, with its colour."""
     return Cell(group.name, colour_class(group))
 
 
 def colour_class(group: Group) -> str:
-    return f"c{group.place % len(LIGHT.palette)}"
+    return f"c{group.place % len(PALETTE)}"
 
 
 def mean_teraflops(group: Group) -> str:

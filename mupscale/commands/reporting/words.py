@@ -6,9 +6,9 @@ from mupscale.commands import figures
 from mupscale.commands.config import class_name
 from mupscale.commands.reporting.compare import Difference, Losses, Spread, spread
 from mupscale.commands.reporting.groups import Group
-from mupscale.commands.reporting.reach import Comparison, CostKind, Numbers
+from mupscale.commands.reporting.reach import Comparison, Numbers
 
-COST_LABELS: dict[CostKind, str] = {
+COST_LABELS = {
     "scratch": "from scratch",
     "upscaled": "upscaled, until it reaches that minimum",
     "tuning": "… and tuning",
@@ -17,7 +17,7 @@ COST_LABELS: dict[CostKind, str] = {
 }
 """Rows of the table of costs."""
 
-CHARGED: dict[CostKind, str] = {
+CHARGED = {
     "tuning": "with tuning charged",
     "base": "with the base model charged",
     "both": "with both charged",
