@@ -8,7 +8,6 @@ from mupscale import _torchmetrics
 from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.commands.loading import loaded
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
-from mupscale.commands.pipes import refuse_pipes
 from mupscale.commands.terminal import lenient_output
 from mupscale.commands.termination import EXIT_CODE, Terminated, end_now, on_sigterm
 
@@ -68,7 +67,6 @@ def run(arguments: list[str]) -> int | None:
     # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times
     # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    refuse_pipes()
     _torchmetrics.install()
     try:
         with on_sigterm(end_now):

@@ -46,13 +46,18 @@ from mupscale.commands.checkpoints import checked, dictionary
 from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
-from mupscale.commands.levels import refuse_levels, refuse_values_for_sections
 from mupscale.commands.loading import without_collections
 from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
 from mupscale.commands.results import ResultFile
 from mupscale.commands.run_start import RunStart, SaveConfig
-from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
+from mupscale.commands.trainer_options import (
+    is_sharding,
+    refuse_levels,
+    refuse_options,
+    refuse_processes,
+    refuse_values_for_sections,
+)
 from mupscale.data_files import LOADER, read_yaml, yaml_of
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
@@ -534,7 +539,6 @@ def descendants(kind: type[Any]) -> set[type[Any]]:
 
 
 def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:
-    """The callbacks of a trainer that are of a kind."""
     holder: Any = trainer  # Lightning sets `callbacks` where type checkers do not see it
     return [callback for callback in holder.callbacks if isinstance(callback, kind)]
 

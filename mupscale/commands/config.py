@@ -61,7 +61,6 @@ def callback_key(key: str) -> tuple[str, list[str]]:
 
 
 def callbacks_of(config: Config, name: str) -> list[Config]:
-    """The callbacks of a class, by its short name."""
     return [callback for callback in config["trainer"]["callbacks"] or [] if class_name(callback) == name]
 
 

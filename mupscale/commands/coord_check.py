@@ -16,10 +16,8 @@ from torch.optim import Optimizer
 
 from mupscale._torch import tree_map
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
-from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.outputs import refuse_output_folder
-from mupscale.commands.status import Status
-from mupscale.commands.terminal import show
+from mupscale.commands.arguments import ArgumentParser, refuse_output_folder
+from mupscale.commands.terminal import Status, show
 from mupscale.errors import UserError, needs_extra, refuse_unless_whole
 
 ROWS = 16

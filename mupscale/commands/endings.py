@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import NonFiniteLoss
 from mupscale.callbacks.trial_metric import TrialMetric
-from mupscale.commands.full_disk import DiskFull, full_disk
+from mupscale.commands.mistakes import DiskFull, full_disk
 from mupscale.commands.termination import EXIT_CODE, Terminated, on_sigterm, on_sigterm_in_a_thread
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, profiler_of
@@ -195,15 +195,10 @@ class Ending(Callback):
     def _is_trial(self) -> bool:
         return self.trainer is not None and any(isinstance(c, TrialMetric) for c in callbacks_of(self.trainer))
 
-    def _places(self) -> dict[str, Path]:
-        """The folders that a run writes to, by name."""
-        places = {"the run's folder": self.folder or Path()}
+    def _places(self) -> list[Path]:
         callbacks = [] if self.trainer is None else self.trainer.checkpoint_callbacks
-        for callback in callbacks:
-            folder = getattr(callback, "dirpath", None)
-            if folder is not None:
-                places["the checkpoints' folder"] = Path(folder)
-        return places
+        folders = [self.folder, *(getattr(callback, "dirpath", None) for callback in callbacks)]
+        return [Path(folder) for folder in folders if folder is not None] or [Path()]
 
 
 def is_finite(path: Path, step: int, bad_step: int) -> bool:
@@ -223,7 +218,7 @@ def _quiet_writers() -> Iterator[None]:
 
     def hook(arguments: Any) -> None:
         writes_events = getattr(arguments.thread, "__module__", "").startswith("tensorboard.")
-        if not writes_events and (arguments.exc_value is None or full_disk(arguments.exc_value, {}) is None):
+        if not writes_events and (arguments.exc_value is None or full_disk(arguments.exc_value) is None):
             before(arguments)
 
     threading.excepthook = hook

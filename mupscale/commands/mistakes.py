@@ -5,15 +5,91 @@ library raises, called by mupscale alone, is about such a value. What the user's
 after the first step of a training, keeps its traceback; so does a bug of mupscale itself.
 """
 
+import errno
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
-from mupscale.commands.full_disk import unnamed
 from mupscale.errors import UserError
+
+PROBLEMS = {
+    errno.ENOSPC: "no space is left",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file has reached the largest size allowed",
+}
+"""What the system reports of a write that does not fit, in words."""
+
+ROOM = 64 * 2**20
+"""Bytes. Where a write failed for an unknown reason, a file system with less left counts as full."""
+
+
+class DiskFull(UserError):
+    """A file could not be written because a disk is full; the message names the file system and how to continue."""
+
+
+def full_disk(error: BaseException, places: Sequence[Path] = ()) -> str | None:
+    """The problem and its file system, in words, if a write failed for want of space; None for any other error.
+
+    The system names the file only if it could not be opened; otherwise the one of the folders `places`, or TMPDIR, with
+    the least space left is meant.
+    """
+    fullest = min([*places, Path(os.environ.get("TMPDIR", "/tmp"))], key=free)
+    for each in chain(error):
+        if isinstance(each, OSError) and each.errno in PROBLEMS:
+            named = each.filename2 or each.filename  # the target of a copy is the second
+            path = Path(named) if isinstance(named, str | os.PathLike) else fullest
+            return f"{PROBLEMS[each.errno]} on the file system at {_mount(path)} ({path})"
+    if any(_is_hidden(each) for each in chain(error)) and free(fullest) < ROOM:
+        return f"{PROBLEMS[errno.ENOSPC]} on the file system at {_mount(fullest)} ({fullest})"
+    return None
+
+
+def unnamed(error: BaseException) -> str | None:
+    """The line for a command that a full disk has ended; None if it was something else, or a line is there already."""
+    if any(isinstance(each, DiskFull) for each in chain(error)):
+        return None
+    problem = full_disk(error, [Path()])
+    return None if problem is None else f"{problem}. Make space there, then run the same command again"
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from or while handling."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop(0)
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += [each.__cause__, each.__context__]
+
+
+def free(path: Path) -> int:
+    """The bytes that this user may still write to the file system of a path; 0 if no more files may be made."""
+    try:
+        found = os.statvfs(_mount(path))
+    except OSError:
+        return sys.maxsize
+    return 0 if found.f_files and not found.f_favail else found.f_bavail * found.f_frsize
+
+
+def _mount(path: Path) -> Path:
+    """Where the file system of a path, which need not exist, is mounted."""
+    return next(folder for folder in (path.resolve(), *path.resolve().parents) if os.path.ismount(folder))
+
+
+def _is_hidden(error: BaseException) -> bool:
+    """Whether torch could not write a file, which it reports without the reason."""
+    if "torch" not in sys.modules:
+        return False
+    from mupscale._torch import is_failed_write
+
+    return is_failed_write(error)
+
 
 LIBRARIES = sys.stdlib_module_names | {
     "datasets", "fsspec", "huggingface_hub", "jinja2", "jsonargparse", "lightning", "lightning_fabric",
@@ -56,7 +132,6 @@ NO_MEMORY = re.compile(
 
 
 def keeps_tracebacks() -> bool:
-    """Whether the user wants to see where errors are raised."""
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
@@ -99,7 +174,6 @@ def _of_system(error: OSError) -> str:
 
 
 def _users(frames: list[FrameType]) -> Iterator[FrameType]:
-    """The frames of the user's own code."""
     for frame in frames:
         name = _module(frame)
         if not _is_library(name) and name.partition(".")[0] != "mupscale":

@@ -72,7 +72,6 @@ def after_upscale(source: Path, out: Path, size: "Size") -> list[str]:
 
 
 def after_finished(run: Path, step: int) -> list[str]:
-    """How to train a finished run for twice as long."""
     trainer = _section(run / "config.yaml", "trainer")
     limits = {"max_steps": trainer.get("max_steps"), "max_epochs": trainer.get("max_epochs")}
     options = [

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from mupscale.commands.arguments import refuse_output
 from mupscale.errors import UserError
 from mupscale.methods import METHODS, GrowthMethod
 from mupscale.methods.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
@@ -53,7 +54,17 @@ def method_of(options: argparse.Namespace) -> GrowthMethod:
     return method
 
 
-def noise_of(options: argparse.Namespace) -> Noise | None:
+def noise_of(options: argparse.Namespace, inputs: dict[str, Path]) -> Noise | None:
+    """The noise that the options mean. Refuses a --save-noise that would overwrite --out, or one of the inputs."""
+    noise = _noise(options)
+    if options.save_noise is not None:
+        if noise is None:
+            raise UserError("--save-noise: there is no noise to save; give --noise STD or --signal-noise T")
+        refuse_output("--save-noise", options.save_noise, inputs | {"--out": options.out})
+    return noise
+
+
+def _noise(options: argparse.Namespace) -> Noise | None:
     centred = options.centred
     if options.noise == "auto":
         return SignalNoise(AUTO, centred=True)

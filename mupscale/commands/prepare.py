@@ -92,8 +92,6 @@ def source_of(options: argparse.Namespace) -> FineWebEdu | TextFiles:
 
 
 def summary(prepared: Prepared) -> str:
-    """One line about a prepared folder."""
-
     def size(split: str) -> str:
         return f"{prepared.content[split]['tokens']:,} tokens of {prepared.content[split]['documents']:,} documents"
 
@@ -102,7 +100,6 @@ def summary(prepared: Prepared) -> str:
 
 
 def training_command(prepared: Prepared) -> str:
-    """A command that trains a small GPT-2 on a prepared folder."""
     context = min(CONTEXT, *(prepared.count(split) - 1 for split in SPLITS))
     model = ["--model", "GPT2", "--model.width", 256, "--model.heads", 8, "--model.layers", 4]
     model += ["--model.vocabulary", prepared.vocabulary, "--model.context", context]

@@ -1,9 +1,11 @@
-"""The folder of a run: what identifies the run, and the lock by which one process at a time writes to it."""
+"""The folder of a run: what identifies it, the lock by which one process writes to it, and what a mistake left."""
 
 import fcntl
 import json
 import os
 import platform
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,7 +52,6 @@ class Claim:
         _held[self.folder] = self
 
     def begin(self) -> None:
-        """Notes that this process writes to the folder."""
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {platform.node()}\n")
         self._file.flush()
@@ -94,3 +95,30 @@ def write_run(folder: Path, **fields: Any) -> None:
 def _missing(folder: Path) -> list[Path]:
     """The folder and those around it that do not exist, from the inside."""
     return [each for each in (folder, *folder.parents) if not each.exists()]
+
+
+class Leftovers:
+    """The files that appear in a run's folder from `watch` on. `remove` deletes them, and folders made for them."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._before: set[Path] = set()
+        self._missing: list[Path] = []
+
+    def watch(self, folder: Path) -> None:
+        self._folder = folder
+        self._before = set(folder.rglob("*")) if folder.is_dir() else set()
+        self._missing = [path for path in (folder, *folder.parents) if not path.exists()]
+
+    def remove(self) -> None:
+        if self._folder is None:
+            return
+        if self._folder in self._missing:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        else:
+            for path in set(self._folder.rglob("*")) - self._before:
+                if path.is_file() or path.is_symlink():
+                    path.unlink(missing_ok=True)
+        for path in self._missing:
+            with suppress(OSError):  # it was not made, or another process has put something there
+                path.rmdir()

@@ -12,10 +12,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from mupscale.atomic import write_durably
 from mupscale.callbacks import log_files
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.commands.arguments import refuse_output_folder
 from mupscale.commands.checkpoints import identity_of, newest_checkpoint
-from mupscale.commands.leftovers import Leftovers
-from mupscale.commands.outputs import refuse_output_folder
-from mupscale.commands.run_folder import LOCK, RUN, Claim, Taken, write_run
+from mupscale.commands.run_folder import LOCK, RUN, Claim, Leftovers, Taken, write_run
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, forget_version, is_remote, is_trial_run
 

@@ -13,7 +13,7 @@ from mupscale.commands.cli import import_classes
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
-from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed
+from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed, refuse_other_kinds
 from mupscale.schedules import refuse_one_rate_in_state, rescale_schedule_state
 from mupscale.widening.groups import SOURCE_GROUP, continued_groups, sources_of
 from mupscale.widening.layers import standing_in
@@ -56,6 +56,20 @@ def module_of(checkpoint: dict[str, Any], model: str | None = None) -> Growable:
     return module
 
 
+def load_weights(module: Growable, net: nn.Module, weights: dict[str, Tensor], *, assign: bool = False) -> None:
+    """Loads a checkpoint's weights into a network of its module; with `assign`, they take its parameters' place.
+
+    Raises a UserError if they are of another network.
+    """
+    own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
+    refuse_other_kinds(net.state_dict(), own)
+    try:
+        net.load_state_dict(own, assign=assign)
+    except RuntimeError as error:
+        message = " ".join(str(error).split())
+        raise UserError(f"the checkpoint's weights are not those of a {type(module).__name__}: {message}") from error
+
+
 def _loaded_model(class_path: str) -> type[Growable] | None:
     """The loaded class of this import path, or the class of mupscale with this short name."""
     for kind in _subclasses(Growable):
@@ -78,7 +92,6 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _imported_model(model: str) -> type[Growable]:
-    """The class that the command line names."""
     kind: Any = _loaded_model(model)
     if kind is None:
         folder, _, name = model.rpartition(".")

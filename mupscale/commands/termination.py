@@ -42,7 +42,6 @@ def on_sigterm(handle: Callable[[], None]) -> Iterator[None]:
 
 
 def end_now() -> None:
-    """Raises Terminated."""
     raise Terminated
 
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from mupscale.atomic import replacing
 from mupscale.checks.agreement import Agreement
-from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.arguments import ArgumentParser, refuse_new_folder, refuse_output
 from mupscale.commands.configured import configured, first_batches
 from mupscale.commands.next_steps import after_upscale
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
-from mupscale.commands.outputs import refuse_new_folder, refuse_output
 from mupscale.commands.saved_model import (
     continue_groups,
     continue_schedules,
     fresh_optimizer,
+    load_weights,
     module_of,
     saved_optimizer,
 )
@@ -48,7 +48,6 @@ from mupscale.models.checkpoint import (
     optimizer_names,
     refuse_malformed_optimizers,
     refuse_malformed_rates,
-    refuse_other_kinds,
     restore_mixed_widths,
 )
 from mupscale.models.growth_check import check_growth, find_residual_outputs, refuse_inexact, undeclared_lists
@@ -99,11 +98,7 @@ def widen_checkpoint(arguments: list[str]) -> None:
         refuse_output("--out", options.out, inputs)
     if options.out.exists() and not options.force:
         raise UserError(f"--out {options.out} exists; --force overwrites it")
-    noise = noise_of(options)
-    if options.save_noise is not None:
-        if noise is None:
-            raise UserError("--save-noise: there is no noise to save; give --noise STD or --signal-noise T")
-        refuse_output("--save-noise", options.save_noise, inputs | {"--out": options.out})
+    noise = noise_of(options, inputs)
     shards = ShardedCheckpoint(source) if is_sharded else None
     checkpoint = load_checkpoint(options.checkpoint) if shards is None else shards.rest
     module = module_of(checkpoint, options.model)
@@ -219,15 +214,8 @@ def upscale_checkpoint(
     checkpoint[key] = _stored(checkpoint[key], wide)
     if averaged:
         average, wide_average = _networks(module, size, checkpoint.get("state_dict", {}))
-        grow(
-            average,
-            wide_average,
-            noise=report.same_noise(),
-            seed=seed,
-            hints=report.plan,
-            method=method,
-            rebuild=rebuild,
-        )
+        kept = report.same_noise()
+        grow(average, wide_average, noise=kept, seed=seed, hints=report.plan, method=method, rebuild=rebuild)
         checkpoint["state_dict"] = _stored(checkpoint["state_dict"], wide_average)
     checkpoint["hyper_parameters"].update(size.arguments)
     checkpoint.pop(RUN_KEY, None)  # it goes on with another configuration
@@ -240,20 +228,15 @@ def upscale_checkpoint(
 
 
 def _networks(module: Growable, size: Size, weights: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
-    own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
-    dtypes = [value.dtype for value in own.values() if value.is_floating_point() and value.dtype.itemsize > 1]
+    own = [value for name, value in weights.items() if name.startswith("net.")]
+    dtypes = [value.dtype for value in own if value.is_floating_point() and value.dtype.itemsize > 1]
     if not dtypes:
         raise UserError(
             "the checkpoint has no weights in floating point of at least 16 bits: it is empty, or quantised. "
             "Widen the checkpoint before it was quantised"
         )
     narrow = module.network(module.width).to(dtypes[0])  # not on meta: no checkpoint holds all buffers
-    refuse_other_kinds(narrow.state_dict(), own)
-    try:
-        narrow.load_state_dict(own)
-    except RuntimeError as error:
-        message = " ".join(str(error).split())
-        raise UserError(f"the checkpoint's weights are not those of a {type(module).__name__}: {message}") from error
+    load_weights(module, narrow, weights)
     return narrow, module.network(*size, meta=True).to(dtypes[0])
 
 

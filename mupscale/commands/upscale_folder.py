@@ -9,17 +9,12 @@ weight decay for each parameter; mupscale.hf.parameter_groups makes parameter gr
 """
 
 import json
-import sys
-import time
 from pathlib import Path
 
-from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.arguments import ArgumentParser, refuse_folder
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
-from mupscale.commands.outputs import refuse_folder, refuse_output
-from mupscale.commands.status import Status
-from mupscale.commands.terminal import show
+from mupscale.commands.terminal import Status, show
 from mupscale.errors import UserError, needs_extra
-from mupscale.text_tables import size_of
 
 
 def widen_folder(arguments: list[str]) -> None:
@@ -56,11 +51,7 @@ def widen_folder(arguments: list[str]) -> None:
     )
     add_noise_options(parser)
     options = parser.parse_args(arguments)
-    method, noise = method_of(options), noise_of(options)
-    if options.save_noise is not None:
-        if noise is None:
-            raise UserError("--save-noise: there is no noise to save; give --noise STD or --signal-noise T")
-        refuse_output("--save-noise", options.save_noise, {"--out": options.out})
+    method, noise = method_of(options), noise_of(options, {})
     if options.factor is None and not options.layers:
         raise UserError("give --factor, by how much all widths grow, or --layers, how many layers there will be")
     if options.depth is not None and not options.layers:
@@ -86,7 +77,7 @@ def widen_folder(arguments: list[str]) -> None:
             keep_heads=options.keep_heads,
             only=options.only,
             fields=dict(map(_field, options.set)) or None,
-            watch=FolderProgress(status),
+            watch=status,
         )
     if options.save_noise:
         report.save_noise(options.save_noise)
@@ -116,46 +107,3 @@ def _field(text: str) -> tuple[str, float]:
         return name, float(factor)
     except ValueError as error:
         raise UserError(f"--set {text}: give a field and its factor, such as intermediate_size=3") from error
-
-
-class FolderProgress:
-    """Shows on stderr how far the search for the growth is, and then how much is written and checked."""
-
-    def __init__(self, status: Status) -> None:
-        self._status = status
-        self._meter: Meter | None = None
-
-    def __call__(self, words: str, done: int, total: int) -> None:
-        from mupscale.hf.widened_folder import BYTES
-
-        if words != BYTES:
-            self._status(words, done, total)
-            return
-        if self._meter is None:
-            self._status.clear()
-            self._meter = Meter("written and checked", total)
-        self._meter(done)
-
-
-class Meter:
-    """Shows on stderr how many bytes are done: one line that is renewed on a terminal, else a line now and then."""
-
-    INTERVAL = 10.0
-    """Seconds between two lines where they are not renewed."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total = what, total
-        self._shown = 0
-        self._start = self._last = time.perf_counter()
-
-    def __call__(self, done: int) -> None:
-        now = time.perf_counter()
-        is_soon = done - self._shown < self._total / 200 if sys.stderr.isatty() else now - self._last < self.INTERVAL
-        if is_soon and done < self._total:
-            return
-        self._shown, self._last = done, now
-        rate = done / max(now - self._start, 1e-9)
-        line = f"{self._what}: {done / self._total:4.0%} of {size_of(self._total)}, {rate / 1e6:.0f} MB/s"
-        renewed = sys.stderr.isatty()
-        end = "" if renewed and done < self._total else "\n"
-        print(f"\r{line}" if renewed else line, end=end, file=sys.stderr, flush=True)

@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 from mupscale.base_shapes import apply_mup
 from mupscale.checks.claims import check_claim
 from mupscale.checks.verify import verify
-from mupscale.commands.configured import configured, first_batches, growths
-from mupscale.commands.own_optimizers import moved_optimizers, refuse_own_rates
-from mupscale.commands.status import Status
-from mupscale.commands.terminal import columns, paint
+from mupscale.commands.configured import configured, first_batches, growths, moved_optimizers, refuse_own_rates
+from mupscale.commands.terminal import Status, columns, paint
 from mupscale.methods import Duplication
 from mupscale.models.base import has_own_optimizers
 from mupscale.models.growth_check import LossBySize

@@ -23,7 +23,6 @@ class Growth:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
         return f"{folder_name(self.before)}-{folder_name(self.after)}"
 
     @property
@@ -64,7 +63,6 @@ def is_size(value: Any) -> bool:
 
 
 def model_size(size: Size) -> dict[str, Any]:
-    """The arguments of a model of this size."""
     arguments = size if isinstance(size, dict) else {"width": size}
     return {key: value for key, value in arguments.items() if key != "depth"}
 

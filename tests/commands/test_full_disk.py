@@ -16,9 +16,9 @@ from slow_saves import save_in_background
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mupscale.__main__ import main
-from mupscale.commands import full_disk as module
+from mupscale.commands import mistakes as module
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.full_disk import full_disk
+from mupscale.commands.mistakes import full_disk
 from mupscale.models.checkpoint_files import CheckpointFiles
 
 RUN = Path("runs/default/version_0")
@@ -113,24 +113,23 @@ def test_curves_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_errors_are_not_a_full_disk() -> None:
-    assert full_disk(OSError(errno.EACCES, "no"), {}) is None
-    assert full_disk(RuntimeError("unexpected pos 64 vs 0"), {}) is None  # there is space
-    assert full_disk(ValueError("No space left on device"), {}) is None
+    assert full_disk(OSError(errno.EACCES, "no")) is None
+    assert full_disk(RuntimeError("unexpected pos 64 vs 0")) is None  # there is space
+    assert full_disk(ValueError("No space left on device")) is None
 
 
 def test_the_error_behind_another_one_counts() -> None:
     error = RuntimeError("upscaling failed")
     error.__cause__ = OSError(errno.ENOSPC, "full", "/proc/x")
-    assert full_disk(error, {}) == "no space is left on the file system at /proc (/proc/x)"
+    assert full_disk(error) == "no space is left on the file system at /proc (/proc/x)"
 
 
-def test_tmpdir_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_place_with_the_least_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    error = OSError(errno.ENOSPC, "full", str(tmp_path / "tmpabc"))
-    assert f"({tmp_path}/tmpabc, in TMPDIR)" in str(full_disk(error, {"the run's folder": Path("/proc")}))
-    monkeypatch.setattr(module, "free", lambda path: 0 if path == tmp_path else 1)
     without_name = OSError(errno.ENOSPC, "full")
-    assert f"where TMPDIR is ({tmp_path})" in str(full_disk(without_name, {"the run's folder": Path("/proc")}))
+    for fullest in (tmp_path, Path("/proc")):
+        monkeypatch.setattr(module, "free", lambda path, fullest=fullest: 0 if path == fullest else 1)
+        assert str(full_disk(without_name, [Path("/proc")])).endswith(f" ({fullest})")
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from mupscale.commands import status
-from mupscale.commands.status import Status
+from mupscale.commands import terminal
+from mupscale.commands.terminal import Status
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(status, "time", made)
+    monkeypatch.setattr(terminal, "time", made)
     return made
 
 

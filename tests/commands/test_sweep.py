@@ -676,7 +676,7 @@ def test_a_metric_that_is_never_logged(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(Path("s").rglob("*.ckpt"))  # before the first step
     late = ("sweep", "--config", config, "--sweep", f"{LR}=0.01", "--metric", "train/los", "--out", "t")
     with monkeypatch.context() as patch:
-        patch.setattr("mupscale.commands.leftovers.Leftovers.remove", lambda _: None)
+        patch.setattr("mupscale.commands.run_folder.Leftovers.remove", lambda _: None)
         assert "never logged" in refused(*late)
     assert len(losses(next(Path("t/trials").iterdir()))) == 6  # after the first epoch
     shutil.rmtree("t")

@@ -22,9 +22,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import mupscale.hf as hf
 from mupscale.__main__ import main
 from mupscale.atomic import partial, whole_folder
-from mupscale.commands import status
+from mupscale.commands import terminal
 from mupscale.commands.noise_options import AUTO
-from mupscale.commands.upscale_folder import Meter
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError
 from mupscale.hf import family, widened_folder
@@ -56,7 +55,6 @@ def test_one_file(narrow: Path, tmp_path: Path, factor: int, capsys) -> None:
     told = capsys.readouterr()
     assert "21 tensors of 5 layers are, byte by byte, the narrow ones duplicated" in told.out
     assert "outputs of both models differ by" in told.out
-    assert "written and checked: 100% of" in told.err
     wide = load(tmp_path / "wide")
     assert wide.config.hidden_size == 32 * factor
     torch.testing.assert_close(logits(wide), logits(load(narrow)), rtol=0, atol=1e-6)
@@ -86,11 +84,10 @@ def test_the_search_and_the_bytes_are_watched(narrow: Path, tmp_path: Path, monk
 
 def test_the_command_shows_the_search(narrow: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(family, "_known", {})
-    monkeypatch.setattr(status, "FIRST", 0.0)
+    monkeypatch.setattr(terminal, "FIRST", 0.0)
     upscale(narrow, tmp_path / "wide")
-    first, *_, last = capsys.readouterr().err.splitlines()
+    first, *_ = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"{family.FINDING}, calls of modules that agree: \d+ of \d+, \d+ s", first)
-    assert last.startswith("written and checked: 100% of 0.6 MB")
 
 
 def test_shards_in_bfloat16(tmp_path: Path, monkeypatch) -> None:
@@ -393,19 +390,6 @@ def test_numbers_of_heads_that_do_not_go_together_are_one_line(factor: str, narr
     assert "a llama whose fields grow by these factors cannot be used" in message
     assert "in a small model" in message
     assert names(tmp_path) == []
-
-
-def test_a_pipe_gets_few_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    meter = Meter("written", 1_000)
-    for done in range(100, 1_001, 100):
-        meter(done)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("written: 100% of")
-    slow = Meter("written", 1_000)
-    slow.INTERVAL = 0.0
-    for done in (400, 1_000):
-        slow(done)
-    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_new_folders_above_the_output_are_made(narrow: Path, tmp_path: Path) -> None:
