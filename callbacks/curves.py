@@ -69,7 +69,7 @@ class Curves(Strides):
         self._mark = (0.0, 0, 0.0, 0.0)
         self._peak: float | None = None
         self._backward: Tensor | float = 0.0
-        self._recent = RecentLosses()
+        self._recent: list[tuple[int, Width | None, Tensor]] = []  # since the last check: launches no kernel
         self._step = 0
         self._is_bad = False
         self._lacks_loss = False
@@ -118,7 +118,7 @@ class Curves(Strides):
         if loss is not None:
             self._sum = self._sum + loss
             self._count += 1
-            self._recent.add(self._step, width_of(pl_module), loss)
+            self._recent.append((self._step, width_of(pl_module), loss))
         self._step = trainer.global_step
         if (
             trainer.global_step != self._mark[1]
@@ -145,7 +145,7 @@ class Curves(Strides):
         self._count += len(losses)
         if not all(map(math.isfinite, losses)):
             for step, loss in enumerate(losses, self._step):
-                self._recent.add(step, pl_module.width, torch.tensor(loss, dtype=torch.float64))
+                self._recent.append((step, pl_module.width, torch.tensor(loss, dtype=torch.float64)))
         self._step = trainer.global_step
         if log_interval(trainer) and trainer.global_step % log_interval(trainer) == 0:
             self._log(trainer, pl_module)
@@ -221,7 +221,7 @@ class Curves(Strides):
         """Reports the first loss that is not finite, once; `mean` is that of all ranks since the last time."""
         was_bad, self._is_bad = self._is_bad, not math.isfinite(mean)
         if self.watches and self._is_bad and not was_bad:
-            found = self._recent.first_bad()
+            found = first_bad(self._recent)
             if trainer.world_size > 1:
                 ranks: list[Any] = [None] * trainer.world_size
                 torch.distributed.all_gather_object(ranks, found)
@@ -277,10 +277,7 @@ class Curves(Strides):
 
 
 def no_loss() -> Tensor:
-    """A sum of losses before the first: a number of the host, to which a device adds its losses, in float64.
-
-    Then the sum is the same whether losses are added one by one, or many at once.
-    """
+    """The sum of no losses: on the host, in float64, so that adding them one by one or many at once is the same."""
     return torch.zeros((), dtype=torch.float64)
 
 
@@ -292,31 +289,11 @@ class NonFiniteLoss(UserError):
         self.step = step
 
 
-class RecentLosses:
-    """The losses since the last check, on their device. Adding one launches no kernel."""
-
-    def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-        self._places: list[tuple[int, Width | None]] = []
-
-    def __len__(self) -> int:
-        return len(self._losses)
-
-    def add(self, step: int, width: Width | None, loss: Tensor) -> None:
-        self._losses.append(loss)
-        self._places.append((step, width))
-
-    def clear(self) -> None:
-        self._losses.clear()
-        self._places.clear()
-
-    def first_bad(self) -> tuple[int, Width | None, float] | None:
-        """The step, the width and the loss of the first one that is not finite; waits for the device."""
-        if not self._losses:
-            return None
-        losses = torch.stack([loss.float() for loss in self._losses]).tolist()
-        rows = zip(self._places, losses, strict=True)
-        return next(((*place, loss) for place, loss in rows if not math.isfinite(loss)), None)
+def first_bad(recent: Sequence[tuple[int, Width | None, Tensor]]) -> tuple[int, Width | None, float] | None:
+    """Of losses on their device, the step, the width and the loss of the first that is not finite; waits for it."""
+    losses = torch.stack([loss.float() for _, _, loss in recent]).tolist() if recent else []
+    rows = zip(recent, losses, strict=True)
+    return next(((step, width, loss) for (step, width, _), loss in rows if not math.isfinite(loss)), None)
 
 
 def describe_loss(bad: tuple[int, Width | None, float]) -> str:

@@ -37,7 +37,6 @@ CALLBACKS: dict[type[Callback], tuple[str, str]] = {
 
 
 def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Raises a UserError for a callback that does not work in a run that upscales."""
     for callback in callbacks:
         for kind, (reason, remedy) in CALLBACKS.items():
             if isinstance(callback, kind):

@@ -11,7 +11,6 @@ from mupscale.atomic import replacing
 from mupscale.models._lightning import close_writer, run_folder
 
 folder = run_folder
-"""The folder of a run."""
 
 
 def folders(trainer: Trainer) -> list[str | None]:
@@ -54,9 +53,8 @@ def keep_tables(trainer: Trainer) -> None:
         if aside.is_file():
             writer = logger.experiment
             aside.replace(path)
-            header = lines(logger)[
-                :1
-            ]  # none, if it broke off before its first byte: Lightning empties it to write it anew
+            # none, if it broke off before its first byte: Lightning empties it to write it anew
+            header = lines(logger)[:1]
             writer.metrics_keys = header[0].strip().split(",") if header else []
 
 

@@ -5,8 +5,8 @@ parameters need different rates, and rescaled by Table 1.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.methods.noise import Noise
 from mupscale.models._lightning import averaged_copy, averaging_callbacks, is_compiled, set_average
-from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
+from mupscale.models.base import replace_attributes
 from mupscale.models.growth_check import depth_between, first_samples
 from mupscale.models.ordinary import (
     Attributes,
@@ -39,9 +39,10 @@ from mupscale.models.ordinary import (
 )
 from mupscale.models.quiet_step import ModuleCall, QuietStep
 from mupscale.schedules import refuse_one_rate_for_all, spread_schedule_
-from mupscale.widening.groups import Source, sources_of
+from mupscale.widening.groups import RatesOf, Source, sources_of
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, joined
+from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import attach, names_by_id
 
@@ -50,10 +51,7 @@ SAMPLES = 4
 
 
 class OrdinaryGrowth:
-    """One growth of a module that is not a Growable.
-
-    Its saved state: the hints that the check found, so that a resumed run need not search again.
-    """
+    """One growth of a module that is not a Growable. Its saved state: the hints that the check found."""
 
     def __init__(self, recipe: Recipe, call: ModuleCall | None, depth: Depth) -> None:
         self.recipe = recipe
@@ -106,10 +104,7 @@ class OrdinaryGrowth:
         method: GrowthMethod,
         noise: Noise | None,
     ) -> None:
-        """Finds the plan of the growth, by the losses of a batch and their gradients; raises a UserError without one.
-
-        The module and its optimizers stay as they are: shells with the same tensors are compared.
-        """
+        """Finds the plan by the losses of a batch and their gradients, with shells of the module; else a UserError."""
         narrow = make_shell(module)
         for growth in earlier:
             growth._graft(trainer, narrow)
@@ -132,13 +127,8 @@ class OrdinaryGrowth:
         method.choose_noise(noise, growth_plan, narrow)
         if earlier:
             return
-        for config in trainer.lr_scheduler_configs:
-            optimizer = config.scheduler.optimizer
-            sources = sources_of(growth_plan, module, optimizer, wide, method.rates)
-            try:
-                refuse_one_rate_for_all(config.scheduler, {source.factor for source in sources.values()})
-            except UserError as error:
-                raise UserError(f"{type(module).__name__}.{error}") from error
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        refuse_shared_rates(module, module, schedulers, growth_plan, method.rates)
 
     def quiet_step(self, trainer: Trainer, batch: Any, batch_idx: int = 0) -> QuietStep:
         return QuietStep(trainer, batch, batch_idx, self.call)
@@ -189,7 +179,7 @@ class OrdinaryGrowth:
             _regroup_(trainer, optimizer, groups, of_groups)
             optimizer.state.clear()
             optimizer.state.update(continued.state)
-        with _without_new_optimizers(trainer):
+        with replace_attributes(trainer.strategy, {"setup_optimizers": lambda trainer: None}):  # it keeps its own
             trainer.strategy.connect(module)
             trainer.strategy.setup(trainer)
         self._built = plain_attributes(module)
@@ -210,10 +200,7 @@ class OrdinaryGrowth:
     def state_dict(self) -> dict[str, Any]:
         if self.hints is None:
             return {}
-        known = {
-            key: getattr(self.hints, key) for key in ("roles", "blocks", "rescale", "depth", "residual", "evidence")
-        }
-        return {"hints": json.dumps(known)}
+        return {"hints": json.dumps({each.name: getattr(self.hints, each.name) for each in fields(Hints)})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.is_done = "step" in state
@@ -253,15 +240,26 @@ def keeps_loss(method: GrowthMethod, plan: Plan, narrow: nn.Module) -> bool:
     return method.claim(plan, narrow, ()).function and plan.keeps_function
 
 
+def refuse_shared_rates(
+    module: LightningModule, narrow: nn.Module, schedulers: Sequence[Any], growth: Plan, rates_of: RatesOf
+) -> None:
+    """Raises a UserError for a schedule with one rate for all groups, if the growth changes their rates differently."""
+    names = names_by_id(narrow)
+    for scheduler in schedulers:
+        rule, groups = rule_of(scheduler.optimizer), scheduler.optimizer.param_groups
+        group_of = {names.get(id(parameter)): group for group in groups for parameter in group["params"]}
+        entries = [entry for entry in growth.parameters.values() if entry.origin in group_of]
+        try:
+            factors = {rule.scale(group_of[entry.origin], rates_of(entry)).lr for entry in entries}
+            refuse_one_rate_for_all(scheduler, factors)
+        except UserError as error:
+            raise UserError(f"{type(module).__name__}.{error}") from error
+
+
 REMEDY = (
     "Give hints on how parameters grow where their classes declare them (width_roles, width_blocks), or compare "
     "something else: call=, a function of the module and a batch that returns what the module computes"
 )
-
-
-def save_names(trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Adds the names of the parameters of each optimizer to a checkpoint, by which its groups are found again."""
-    checkpoint.setdefault(CHECKPOINT_KEY, our_part(module, None, trainer.optimizers))
 
 
 def load_growths(
@@ -312,7 +310,6 @@ def _regroup_(trainer: Trainer, optimizer: Optimizer, groups: list[dict[str, Any
 
 
 def _rescale_(optimizer: Optimizer, groups: list[dict[str, Any]], sources: list[Source], lr: float) -> list[Source]:
-    """Multiplies the rates so that the base rate becomes `lr`."""
     ratio = lr / float(optimizer.defaults["lr"])
     optimizer.defaults["lr"] = lr
     for group in groups:
@@ -320,16 +317,6 @@ def _rescale_(optimizer: Optimizer, groups: list[dict[str, Any]], sources: list[
             if key in group:
                 group[key] = group[key] * ratio
     return [Source(source.group, source.factor * ratio) for source in sources]
-
-
-@contextmanager
-def _without_new_optimizers(trainer: Trainer) -> Iterator[None]:
-    """A strategy that is set up meanwhile keeps its optimizers."""
-    vars(trainer.strategy)["setup_optimizers"] = lambda trainer: None
-    try:
-        yield
-    finally:
-        del vars(trainer.strategy)["setup_optimizers"]
 
 
 def _refuse_strangers(module: LightningModule, optimizer: Optimizer) -> None:
@@ -344,7 +331,6 @@ def _refuse_strangers(module: LightningModule, optimizer: Optimizer) -> None:
 
 
 def _refuse_compiled_parts(module: nn.Module, other: nn.Module) -> None:
-    """Raises a UserError for a part that was compiled from outside, and would not be after the growth."""
     compiled = {name for name, part in other.named_modules() if is_compiled_in_place(part)}
     for name, part in module.named_modules():
         if is_compiled_in_place(part) and name not in compiled:
@@ -392,11 +378,4 @@ def _bare(hints: Any) -> Hints | None:
     """Hints without what a search knows beside them."""
     if not isinstance(hints, Hints):
         return None
-    return Hints(
-        hints.roles,
-        hints.blocks,
-        hints.rescale,
-        depth=hints.depth,
-        residual=hints.residual,
-        evidence=hints.evidence,
-    )
+    return Hints(**{each.name: getattr(hints, each.name) for each in fields(Hints)})

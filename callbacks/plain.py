@@ -29,7 +29,6 @@ LOG_EVERY = 10
 """Steps between two points of a curve."""
 
 SAVE_EVERY = 500
-"""Steps between two checkpoints."""
 
 
 def run_settings(

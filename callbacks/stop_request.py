@@ -23,10 +23,7 @@ class StopRequest:
         self._process = 0
 
     def listen(self, noted: int | None = None) -> None:
-        """From now on; only in the main thread, and not for signals that the process ignores.
-
-        `noted` is a signal that came before.
-        """
+        """From now on, in the main thread, for signals that are not ignored; `noted` is one that came before."""
         self.number = noted
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():

@@ -3,8 +3,8 @@
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from mupscale._torch import is_compiled_in_place, without_iterator
+from mupscale._torch import without_iterator
 from mupscale.callbacks.data_position import generators_of
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.callbacks.ordinary import OrdinaryGrowth, keeps_loss
@@ -37,8 +37,9 @@ from mupscale.models._lightning import (
     set_average,
 )
 from mupscale.models.base import Growable, has_own_optimizers, init_contexts, without_log
-from mupscale.models.checkpoint import Size
+from mupscale.models.checkpoint import Layers, Size, Width
 from mupscale.models.growth_check import depth_between
+from mupscale.models.quiet_step import run_eagerly
 from mupscale.schedules import continue_schedule
 from mupscale.widening.groups import (
     Source,
@@ -63,12 +64,11 @@ class RefusedSwap(UserError, RuntimeError):
     """A swap that fails because of the module: what it computes, or what its `configure_optimizers` returns."""
 
 
-@dataclass(frozen=True)
 class Swap:
-    """One growth in the middle of a run. `UpscaleCallback` explains the fields."""
+    """One growth in the middle of a run. `UpscaleCallback` is one, and explains the attributes."""
 
-    size: Size | None
-    """What a Growable grows to."""
+    width: Width | None
+    layers: Layers | None
     depth: Depth
     residual: Mapping[str, float]
     ordinary: OrdinaryGrowth | None
@@ -78,6 +78,11 @@ class Swap:
     state_rule: StateRule
     rewarm_steps: int
     restart_schedule: bool
+
+    def size_after(self, before: Size) -> Size:
+        """What a Growable of this size grows to."""
+        width = before.width if self.width is None else self.width
+        return Size(width, before.layers if self.layers is None else self.layers)
 
     def perform(
         self, trainer: Trainer, module: LightningModule, compare: Callable[[], None]
@@ -102,7 +107,6 @@ class Swap:
     def _grow_ordinary(
         self, trainer: Trainer, module: LightningModule, seed: int, compare: Callable[[], None]
     ) -> tuple[UpscaleReport, bool]:
-        """Grows a module that is not a Growable, with its optimizers and schedules."""
         assert self.ordinary is not None
         method = copy.copy(self.method)
         method.state, method.rewarm_steps = self.state_rule, self.rewarm_steps
@@ -121,17 +125,17 @@ class Swap:
         assert isinstance(module, Growable)
         narrow = module.net
         assert narrow is not None
-        assert self.size is not None
+        size = self.size_after(module.size)
         narrow_opts = list(trainer.optimizers)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         if module.hparams["compile"]:
             torch.compiler.reset()
         # building must not move the run's random numbers
         has_values = self.depth == "random"  # of random layers, which depend on nothing but the seed
-        with generators_kept([module.device] if module.device.type == "cuda" else []), init_contexts(trainer):
+        with generators_kept([module.device]), init_contexts(trainer):
             if has_values:
                 torch.manual_seed(seed)
-            wide = module.rebuild(*self.size, meta=not has_values)
+            wide = module.rebuild(*size, meta=not has_values)
         if has_values:
             wide.to(module.device)
         for part in wide.modules() if not has_values else ():
@@ -161,7 +165,7 @@ class Swap:
             hints=growth,
             consume=True,
             method=self.method,
-            rebuild=partial(_built, trainer, module, self.size),
+            rebuild=partial(_built, trainer, module, size),
             before_noise=compare if is_compared else None,
         )
         trainer.strategy.connect(module)
@@ -185,7 +189,7 @@ class Swap:
         average = None
         if trainer.world_size > 1:
             average = lambda gradient: trainer.strategy.reduce(gradient, reduce_op="mean")  # noqa: E731
-        with isolate_rng(), trainer.precision_plugin.forward_context(), _eager(module):
+        with isolate_rng(), trainer.precision_plugin.forward_context(), run_eagerly(module):
             batches = OwnBatches(trainer, module)
             with batches.generators_kept():
                 # the loss is that of `module.net`, which is the wide network already
@@ -321,7 +325,6 @@ class OwnBatches:
 
 
 def refuse_many_loaders(what: str, trainer: Trainer) -> None:
-    """Raises a UserError for a run with several training data loaders."""
     if isinstance(trainer.train_dataloader, dict | list | tuple):
         raise UserError(f"{what}: the run has several training data loaders. Give one")
 
@@ -345,8 +348,8 @@ class Measured(NamedTuple):
 def measure_loss(trainer: Trainer, module: LightningModule, loss: Callable[[], Tensor]) -> Measured:
     """The loss of a batch, leaving what the module holds and the random numbers of the run as they were."""
     on_gpu = module.device.type == "cuda"
-    precision, kept = trainer.precision_plugin.forward_context(), generators_kept([module.device] if on_gpu else [])
-    with state_kept(module.modules()), kept, precision, _eager(module), without_log(module):
+    precision, kept = trainer.precision_plugin.forward_context(), generators_kept([module.device])
+    with state_kept(module.modules()), kept, precision, run_eagerly(module), without_log(module):
         value = trainer.strategy.reduce(loss().detach(), reduce_op="mean")
         random_state = torch.cuda.get_rng_state(module.device) if on_gpu else torch.get_rng_state()
     for part in module.modules():
@@ -363,14 +366,7 @@ def network_of(module: Any) -> nn.Module:
     return network
 
 
-def _eager(module: LightningModule) -> AbstractContextManager[Any]:
-    """Switches a compiled network to eager execution, for what is not worth compiling for."""
-    is_compiled = any(map(is_compiled_in_place, module.modules()))
-    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-
-
 def _built(trainer: Trainer, module: Growable, size: Size) -> nn.Module:
-    """A network of this size, in the precision of the run."""
     with generators_kept([]), init_contexts(trainer):
         return module.network(*size)
 

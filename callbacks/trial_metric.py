@@ -144,12 +144,8 @@ class TrialMetric(Strides):
         loss = pl_module.loss_of_step(outputs)
         if loss is not None:
             loss = loss.double()
-            step = trainer.global_step - stepped(trainer)  # the one that this batch belongs to, counted from 0
-            if step >= self._steps - self.window:
-                self.sum = self.sum + loss
-                self.count += 1
-            self._recent = self._recent + loss
-            self._recent_count += 1
+            # the step that this batch belongs to, counted from 0
+            self._add(trainer.global_step - stepped(trainer), loss)
         if str(pl_module.size) != self._size:  # the first batch, or the first after a swap
             self._size = str(pl_module.size)
             if loss is not None and math.isfinite(loss):
@@ -168,12 +164,9 @@ class TrialMetric(Strides):
         return steps_to(self._interval, step)
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
+        self.sum, self._recent = float(self.sum), float(self._recent)
         for step, loss in enumerate(losses, trainer.global_step - len(losses)):
-            if step >= self._steps - self.window:
-                self.sum = float(self.sum) + loss
-                self.count += 1
-            self._recent = float(self._recent) + loss
-            self._recent_count += 1
+            self._add(step, loss)
         if trainer.global_step % self._interval == 0:
             self._check(trainer)
 
@@ -184,7 +177,6 @@ class TrialMetric(Strides):
 
     @property
     def _interval(self) -> int:
-        """Steps between two checks."""
         return max(5, self._steps // 100)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -207,6 +199,13 @@ class TrialMetric(Strides):
             raise exception  # Ctrl-C ends the whole sweep; Lightning would turn it into an exit of this run
 
     # --- parts
+
+    def _add(self, step: int, loss: Tensor | float) -> None:
+        if step >= self._steps - self.window:
+            self.sum = self.sum + loss
+            self.count += 1
+        self._recent = self._recent + loss
+        self._recent_count += 1
 
     def _check(self, trainer: Trainer) -> None:
         """Waits for the device, a hundred times a run."""
@@ -263,10 +262,7 @@ def window_of(metric: str) -> float | str | None:
 
 @torch.no_grad()
 def untrained_loss(trainer: Trainer, module: Growable, batch: Any) -> float:
-    """The loss of an untrained network of the module's width on a batch; random numbers are left as they were.
-
-    It is 0 if the module has a training_step of its own and its `loss` cannot be called like this.
-    """
+    """The loss of a new network on a batch; 0 if a module with its own training_step cannot compute it like this."""
     net = module.net
     devices = [module.device] if module.device.type == "cuda" else []
     with torch.random.fork_rng(devices), init_contexts(trainer), trainer.precision_plugin.forward_context():

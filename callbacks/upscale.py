@@ -14,12 +14,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from mupscale.callbacks.compile_ahead import CompileAhead, pays_ahead
 from mupscale.callbacks.incompatible import refuse_callbacks
-from mupscale.callbacks.ordinary import OrdinaryGrowth, load_growths, regroup, save_names
+from mupscale.callbacks.ordinary import OrdinaryGrowth, load_growths, refuse_shared_rates, regroup
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.swap import (
@@ -47,6 +46,7 @@ from mupscale.models.checkpoint import (
     Width,
     load_checkpoint,
     non_finite_in,
+    our_part,
 )
 from mupscale.models.checkpoint_files import files_of, write_whole_files
 from mupscale.models.growth_check import (
@@ -59,16 +59,14 @@ from mupscale.models.growth_check import (
     undeclared_lists,
 )
 from mupscale.models.ordinary import Recipe
-from mupscale.schedules import refuse_one_rate_for_all
 from mupscale.text_tables import notes_by_layer
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import How
-from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import StateRule, check_own_count, check_state_rule, names_by_id
+from mupscale.widening.stepping import StateRule, check_own_count, check_state_rule
 
 
-class UpscaleCallback(Strides):
+class UpscaleCallback(Swap, Strides):
     """Makes a module, with its optimizer state, wider or deeper at a given step of a run; several do so several times.
 
     Any LightningModule grows by the arguments of its constructor, which it keeps by `save_hyperparameters`:
@@ -204,7 +202,6 @@ class UpscaleCallback(Strides):
         return f"UpscaleCallback[at_step={self.at_step},{target}]"
 
     def _goals(self, between: str) -> list[str]:
-        """What a Growable grows to, as text."""
         goals = (("width", self.width), ("layers", self.layers))
         return [f"{key}{between}{number}" for key, number in goals if number is not None]
 
@@ -212,11 +209,6 @@ class UpscaleCallback(Strides):
     def _goal(self) -> str:
         """The options that say what a Growable grows to, for messages."""
         return " and ".join(f"UpscaleCallback.{goal}" for goal in self._goals(" = "))
-
-    def size_after(self, before: Size) -> Size:
-        """What a Growable of this size grows to."""
-        width = before.width if self.width is None else self.width
-        return Size(width, before.layers if self.layers is None else self.layers)
 
     @property
     def target(self) -> str:
@@ -259,7 +251,13 @@ class UpscaleCallback(Strides):
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
         if self.ordinary is not None:
-            self._refuse_for_ordinary()
+            if self.method.needs_batches:
+                raise UserError(
+                    f"UpscaleCallback.method: {type(self.method).__name__} learns from batches, which needs a Growable "
+                    "module. Use another method"
+                )
+            if self.restart_schedule:
+                raise UserError("UpscaleCallback.restart_schedule needs a Growable module. Leave it out")
             self.ordinary.setup(trainer, pl_module)
             self._needs_check = True
             return
@@ -306,7 +304,8 @@ class UpscaleCallback(Strides):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.ordinary is not None:
-            save_names(trainer, pl_module, checkpoint)
+            # the names of the parameters of each optimizer, by which its groups are found again
+            checkpoint.setdefault(CHECKPOINT_KEY, our_part(pl_module, None, trainer.optimizers))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         ours = checkpoint.get(CHECKPOINT_KEY)
@@ -409,7 +408,6 @@ class UpscaleCallback(Strides):
     # --- what can be refused without a run
 
     def refuse_step(self, trainer: Trainer) -> None:
-        """Raises a UserError if the run ends before the swap."""
         if 0 < trainer.max_steps <= self.at_step and not is_trial_run(trainer):
             raise UserError(
                 f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
@@ -430,7 +428,6 @@ class UpscaleCallback(Strides):
             )
 
     def refuse_one_rate(self, trainer: Trainer, module: LightningModule) -> None:
-        """Raises a UserError if `lr` would be the rate of several optimizers."""
         if self.lr is not None and len(trainer.optimizers) > 1:
             raise UserError(
                 f"UpscaleCallback.lr = {self.lr}: {type(module).__name__} has {len(trainer.optimizers)} optimizers, "
@@ -457,20 +454,7 @@ class UpscaleCallback(Strides):
 
     # --- what is refused in a run
 
-    def _refuse_for_ordinary(self) -> None:
-        """Raises a UserError for options that only a Growable has."""
-        if self.method.needs_batches:
-            raise UserError(
-                f"UpscaleCallback.method: {type(self.method).__name__} learns from batches, which needs a Growable "
-                "module. Use another method"
-            )
-        if self.restart_schedule:
-            raise UserError(
-                "UpscaleCallback.restart_schedule needs a Growable module. Leave it out: the schedules continue"
-            )
-
     def _refuse_fixed_depth(self, module: Growable) -> None:
-        """Raises a UserError for `layers` of a module that cannot have more of them."""
         if self.layers is not None and module.size.layers is None:
             why = (
                 "has no residual blocks: give model.layers"
@@ -480,7 +464,6 @@ class UpscaleCallback(Strides):
             raise UserError(f"UpscaleCallback.layers = {self.layers}: {type(module).__name__} {why}")
 
     def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
-        """Raises a UserError if the wide weights alone, at two bytes each, do not fit into the memory of a device."""
         weights = sum(math.prod(entry.wide_shape) for entry in growth.parameters.values())
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
@@ -495,19 +478,12 @@ class UpscaleCallback(Strides):
             )
 
     def _refuse_schedules(self, trainer: Trainer, module: LightningModule, before: Size) -> None:
-        """Raises a UserError for a schedule that cannot continue after the swap."""
         assert isinstance(module, Growable)
         is_checked = has_own_optimizers(module) and is_smaller(before, self.size_after(before))
-        if not is_checked or not trainer.lr_scheduler_configs:
-            return
-        assert module.net is not None
-        growth = self.planned(module, before)
-        for config in trainer.lr_scheduler_configs:
-            factors = rate_factors(growth, module.net, config.scheduler.optimizer, self.method)
-            try:
-                refuse_one_rate_for_all(config.scheduler, factors)
-            except UserError as error:
-                raise UserError(f"{type(module).__name__}.{error}") from error
+        if is_checked and trainer.lr_scheduler_configs:
+            assert module.net is not None
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            refuse_shared_rates(module, module.net, schedulers, self.planned(module, before), self.method.mup_rates)
 
     def _size_before(self, trainer: Trainer, module: LightningModule) -> Size:
         """The size this swap will start from: the model's, or that of the swap before it."""
@@ -530,7 +506,6 @@ class UpscaleCallback(Strides):
                 raise UserError(f"{self._goal}: {error}") from error
 
     def _check_growth(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        """Raises a UserError if small networks of the same factor show that the growth is not exact."""
         assert isinstance(module, Growable)
         before = self._size_before(trainer, module)
         if not self._is_to_come(module):
@@ -546,7 +521,6 @@ class UpscaleCallback(Strides):
     # --- the swap
 
     def _saved(self, trainer: Trainer) -> Path | None:
-        """Writes the run before the swap beside its checkpoints."""
         if is_trial_run(trainer):
             return None
         policy = next((c for c in callbacks_of(trainer) if isinstance(c, RunCheckpoint)), None)
@@ -567,25 +541,22 @@ class UpscaleCallback(Strides):
         def compare() -> None:
             _refuse_jump(before, measure(), trainer, "an upscale before its noise")
 
-        swap = Swap(
-            size=self.size_after(module.size) if isinstance(module, Growable) else None,
-            depth=self.depth,
-            residual=self.residual,
-            ordinary=self.ordinary,
-            method=self.method,
-            noise=self.noise,
-            lr=self.lr,
-            state_rule=self.state_rule,
-            rewarm_steps=self.rewarm_steps,
-            restart_schedule=self.restart_schedule,
-        )
-        report, keeps_function = swap.perform(trainer, module, compare)
+        report, keeps_function = self.perform(trainer, module, compare)
         self.constants = report.noise
         after = measure()
         losses = float(before.loss), float(after.loss)  # waits for the device
         if keeps_function:
             _refuse_jump(before, after, trainer, "centred noise" if self.noise else "an upscale without noise")
-        self._log(trainer, module, narrow_size, report.plan, *losses, time.perf_counter() - start)
+        self.summary = {
+            "step": trainer.global_step,
+            "before": narrow_size,
+            "after": self.size_of(module),
+            "parameters": sum(p.numel() for p in module.parameters()),
+            "seconds": time.perf_counter() - start,
+            "loss_before": losses[0],
+            "loss_after": losses[1],
+        }
+        self._log(trainer, report.plan)
         notes = list(report.notes)
         if not torch.equal(before.random_state, after.random_state):
             notes.append(
@@ -596,7 +567,6 @@ class UpscaleCallback(Strides):
             rank_zero_info("\n".join(notes_by_layer(notes)))
 
     def _loss(self, trainer: Trainer, module: LightningModule, batch: Any) -> Callable[[], Tensor]:
-        """Computes the training loss of a batch, the sum of all losses of a step."""
         if isinstance(module, Growable):
             return torch.no_grad()(partial(module.loss, batch))
         assert self.ordinary is not None
@@ -610,51 +580,23 @@ class UpscaleCallback(Strides):
             return f"{sum(p.numel() for p in module.parameters()):,} parameters"
         return ", ".join(f"{name}={module.hparams[name]}" for name in self.ordinary.recipe.hparams)
 
-    def _log(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        before: Any,
-        growth: Plan,
-        loss_before: float,
-        loss_after: float,
-        seconds: float,
-    ) -> None:
-        parameters, after = sum(p.numel() for p in module.parameters()), self.size_of(module)
-        self.summary = {
-            "step": trainer.global_step,
-            "before": before,
-            "after": after,
-            "parameters": parameters,
-            "seconds": seconds,
-            "loss_before": loss_before,
-            "loss_after": loss_after,
-        }
-        values = {
-            "upscale/loss_before": loss_before,
-            "upscale/loss_after": loss_after,
-            "upscale/pause_seconds": seconds,
-            "upscale/parameters": parameters,
-        }
-        for key, number in (("width", self.width), ("layers", self.layers)):
-            if number is not None:
-                values[f"upscale/{key}"] = _one_number(key, number)
+    def _log(self, trainer: Trainer, growth: Plan) -> None:
+        done = self.summary
+        values = {f"upscale/{key}": done[key] for key in ("loss_before", "loss_after", "parameters")}
+        values["upscale/pause_seconds"] = done["seconds"]
+        if self.width is not None:
+            values["upscale/width"] = max(self.width) if isinstance(self.width, list) else self.width
+        if self.layers is not None:
+            values["upscale/layers"] = sum(self.layers) if isinstance(self.layers, list) else self.layers
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if add_text is not None:
                 add_text(tag_in(logger, "upscale/plan"), f"```\n{growth}\n```", trainer.global_step)
         rank_zero_info(
-            f"step {trainer.global_step}: upscaled {growth_text(self.summary)}, {parameters:,} parameters, "
-            f"loss {loss_before:.6f} → {loss_after:.6f}, {seconds:.2f} s"
+            f"step {done['step']}: upscaled {growth_text(done)}, {done['parameters']:,} parameters, "
+            f"loss {done['loss_before']:.6f} → {done['loss_after']:.6f}, {done['seconds']:.2f} s"
         )
-
-
-def _one_number(key: str, number: Width | Layers) -> int:
-    """For a curve: the largest width, or the layers of all lists together."""
-    if not isinstance(number, list):
-        return number
-    return max(number) if key == "width" else sum(number)
 
 
 def growth_text(summary: dict[str, Any]) -> str:
@@ -697,16 +639,7 @@ def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[OrdinaryGrow
     return [c.ordinary for c in swaps_of(trainer) if c.ordinary is not None and "step" in states.get(c.state_key, {})]
 
 
-def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: GrowthMethod) -> set[float]:
-    """The factors by which the rates of an optimizer's parameters change when the network grows."""
-    rule, names = rule_of(optimizer), names_by_id(narrow)
-    groups = {names.get(id(parameter)): group for group in optimizer.param_groups for parameter in group["params"]}
-    entries = [entry for entry in growth.parameters.values() if entry.origin in groups]
-    return {rule.scale(groups[entry.origin], method.mup_rates(entry)).lr for entry in entries}
-
-
 def _refuse_parameters_outside(trainer: Trainer, module: LightningModule) -> None:
-    """Raises a UserError if an optimizer trains a parameter that is not in the network, and so cannot be carried."""
     assert isinstance(module, Growable)
     outside = {id(parameter): name for name, parameter in parameters_outside(module)}
     for optimizer in trainer.optimizers:
@@ -718,32 +651,25 @@ def _refuse_parameters_outside(trainer: Trainer, module: LightningModule) -> Non
                 )
 
 
-def _has_jumped(before: float, after: float, trainer: Trainer) -> bool:
-    """Whether two losses differ by more than rounding.
+def _refuse_jump(before: Measured, after: Measured, trainer: Trainer, growth: str) -> None:
+    """Raises a RefusedSwap if a growth has changed the loss; not if the losses draw unlike random numbers.
 
-    With TF32, on by default in convolutions on a GPU, and strong centred noise, they differ by up to 0.2 %; in half
+    With TF32, on by default in convolutions on a GPU, and strong centred noise, losses differ by up to 0.2 %; in half
     precision by more.
     """
-    on_gpu = trainer.strategy.root_device.type == "cuda"
-    is_fine = trainer.precision.startswith("64") or (trainer.precision.startswith("32") and not on_gpu)
-    allowed = 1e-3 if is_fine else 5e-2
-    return abs(after - before) > allowed * max(abs(before), abs(after), 1e-3)
-
-
-def _refuse_jump(before: Measured, after: Measured, trainer: Trainer, growth: str) -> None:
-    """Raises a RefusedSwap if a growth has changed the loss; not if the losses draw unlike random numbers."""
     if not torch.equal(before.random_state, after.random_state):
         return
-    losses = float(before.loss), float(after.loss)
-    if _has_jumped(*losses, trainer):
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    is_fine = trainer.precision.startswith("64") or (trainer.precision.startswith("32") and not on_gpu)
+    then, now = float(before.loss), float(after.loss)
+    if abs(now - then) > (1e-3 if is_fine else 5e-2) * max(abs(then), abs(now), 1e-3):
         raise RefusedSwap(
-            f"the loss of a batch changed from {losses[0]:.6g} to {losses[1]:.6g}, but {growth} keeps it: the model is "
-            f"not widened exactly. {REMEDY}"
+            f"the loss of a batch changed from {then:.6g} to {now:.6g}, but {growth} keeps it: the model is not "
+            f"widened exactly. {REMEDY}"
         )
 
 
 def _what_is_saved(checkpoint: Path | None) -> str:
-    """Whether the run before a failed swap is saved, in words."""
     if checkpoint is None or not checkpoint.exists():
         return "The run before the upscale was not saved"
     if checkpoint.is_dir():

@@ -143,10 +143,7 @@ def normalisation_table(mean: Tensor, deviation: Tensor) -> Tensor:
 
 
 def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, with values in 0..1, as float64 [3]; the sums are exact integers.
-
-    The deviation of a constant channel is 1.
-    """
+    """Mean and deviation (1 if constant) of each channel, values in 0..1, as float64 [3]; sums are exact integers."""
     counts = torch.stack([torch.bincount(images[..., channel].flatten(), minlength=256) for channel in range(3)])
     values = torch.arange(256)
     pixels = int(counts[0].sum())
@@ -181,12 +178,10 @@ def unpack(folder: Path) -> None:
 
 
 def _listed() -> list[list[str]]:
-    """The published files, with their checksums."""
     return [*Published.train_list, *Published.test_list, [Published.meta["filename"], Published.meta["md5"]]]
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that `read` reads."""
     if (folder / NPZ).is_file():
         return [folder / NPZ]
     paths = [folder / Published.base_folder / name for name, _ in _listed()]

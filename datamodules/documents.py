@@ -109,10 +109,7 @@ class TextFiles:
         return sum(self._sizes[:number]) + (offset if in_bytes else 0), sum(self._sizes)
 
     def _documents(self, file: Path, offset: int) -> Iterator[tuple[str, int]]:
-        """Documents from an offset on, each with the offset after it.
-
-        The offset counts rows of a parquet file, and uncompressed bytes of any other.
-        """
+        """Documents from an offset on, each with the offset after it: rows of parquet, uncompressed bytes of others."""
         kind, compressed = kind_of(file)
         try:
             if kind == ".parquet":
@@ -142,10 +139,7 @@ def kind_of(file: Path) -> tuple[str, bool]:
 
 
 class FineWebEdu:
-    """The documents of a subset of FineWeb-Edu, streamed from the Hugging Face Hub.
-
-    All documents are of one revision: the newest one when the preparation began.
-    """
+    """The documents of a subset of FineWeb-Edu, streamed from the Hub, of the newest revision at the beginning."""
 
     def __init__(self, subset: str) -> None:
         self.subset = subset

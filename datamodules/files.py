@@ -30,10 +30,7 @@ _verified: set[Hashable] = set()
 
 
 def read_npz(file: Path, names: tuple[str, ...]) -> list[np.ndarray]:
-    """The named arrays of an npz file; raises a UserError if the file is cut short, damaged or lacks one of them.
-
-    An array of Python objects is refused, because it would be unpickled.
-    """
+    """The named arrays of an npz file; a UserError if it is damaged, lacks one, or has objects to unpickle."""
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             return [arrays[name] for name in names]

@@ -75,7 +75,6 @@ class Progress:
     trained_on: dict[str, int] | None = None
     """The text that the vocabulary was trained on, and 0 documents of GPT-2's; None until its file is written."""
     position: Any = None
-    """Where the source continues."""
     files: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     """The tokens and documents of each file."""
 

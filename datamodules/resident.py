@@ -169,7 +169,6 @@ class ResidentLoader:
             yield self.batch_at(epoch, position)
 
     def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
-        """The parts of the batch of these rows."""
         return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
 
     def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:

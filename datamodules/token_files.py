@@ -105,7 +105,6 @@ class TokenFolder:
     files: int
     index_bytes: int
     spans: dict[str, list[Span]]
-    """The tokens of each split."""
     version: Hashable
     """Changes with every file of the folder."""
 
@@ -145,7 +144,6 @@ class TokenFolder:
         return int(descents[0]) + 1 if len(descents) else None
 
     def refuse_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Raises a UserError if a sample of the tokens has one that the vocabulary lacks."""
         for split, (place, largest) in self._largest_sampled.items():
             self.tokens(split).refuse_beyond(vocabulary, place, np.array([largest]))
 
@@ -251,7 +249,6 @@ def read_token_folder(listing: Listing) -> TokenFolder:
 
 
 def _refuse_other_kinds(listing: Listing) -> None:
-    """Raises a UserError for links, files that are compressed, masks, and files of a task that was interrupted."""
     folder = listing.folder
     for name in listing.links:
         raise UserError(f"{folder / name} is a link: copy the files into the folder, or use hard links (`cp -al`)")
@@ -311,10 +308,7 @@ def _checked(listing: Listing, name: str) -> TokenFile:
 
 
 def _metadata(path: Path) -> tuple[str, int | None, int]:
-    """The tokenizer, the bytes of a token, and the number of tokens that the metadata of a file say.
-
-    Metadata of old versions lack the bytes of a token.
-    """
+    """The tokenizer, the bytes of a token (None in old versions), and the number of tokens that metadata say."""
     with open(f"{path}.metadata", "rb", buffering=0) as stream:
         lines = (stream.read(LONGEST_METADATA) or b"").decode(errors="replace").splitlines()
     try:
@@ -332,7 +326,6 @@ def _metadata(path: Path) -> tuple[str, int | None, int]:
 
 
 def _refuse_incomplete(listing: Listing, files: Sequence[TokenFile]) -> None:
-    """Raises a UserError if the files that the merger wrote have fewer tokens together than it says."""
     tokens = {file.name: file.tokens for file in files}
     for name in listing.files:
         merged = name.removesuffix(".metadata")
@@ -350,7 +343,6 @@ def _refuse_incomplete(listing: Listing, files: Sequence[TokenFile]) -> None:
 
 
 def _refuse_mixture(folder: Path, files: Iterable[TokenFile], what: str) -> None:
-    """Raises a UserError if two files differ in their tokenizer, or in the bytes of a token."""
     by_value: dict[Any, str] = {}
     for file in files:
         value = getattr(file, what)

@@ -35,10 +35,7 @@ def download_gpt2() -> "Tokenizer":
 
 
 def train_tokenizer(documents: Iterable[str], size: int) -> "Tokenizer":
-    """A byte-level BPE of `size` tokens, end of text included, trained on the documents; fewer if they have no more.
-
-    The result does not depend on the number of cores.
-    """
+    """A byte-level BPE of `size` tokens, fewer if the text has no more; the same on any number of cores."""
     with needs_extra("data"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -57,9 +54,7 @@ def train_tokenizer(documents: Iterable[str], size: int) -> "Tokenizer":
 
 
 def load_tokenizer(content: bytes) -> "Tokenizer":
-    """The tokenizer of a tokenizer.json. A document that contains the string <|endoftext|> gets the tokens of these
-    characters.
-    """
+    """The tokenizer of a tokenizer.json. The string <|endoftext|> inside a document is plain text to it."""
     with needs_extra("data"):
         from tokenizers import Tokenizer
 

@@ -53,15 +53,12 @@ def is_trial_run(trainer: Trainer) -> bool:
 
 
 def run_folder(trainer: Trainer, log_dir: str | None) -> Path | None:
-    """The folder of a run, in which its checkpoints are. `log_dir` is Lightning's: that of all runs, for most loggers
-    but these two.
-    """
+    """The folder of a run and its checkpoints; `log_dir` is Lightning's, that of all runs for most loggers."""
     if not trainer.loggers or isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
         return None if log_dir is None else Path(log_dir)
     logger = trainer.loggers[0]
-    version = (
-        logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    )  # as ModelCheckpoint spells it
+    # as ModelCheckpoint spells it
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
 
 

@@ -288,10 +288,7 @@ def end_epoch(trainer: Trainer, states: list[dict[str, Any]]) -> None:
 
 
 def restart_batches(trainer: Trainer, skipped: int = 0, before_last: Callable[[], None] | None = None) -> None:
-    """Starts the iteration over training batches again, and draws `skipped` of them in vain.
-
-    `before_last` is called before the last batch is drawn.
-    """
+    """Iterates over training batches again, and draws `skipped` in vain; `before_last` is called before the last."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     iter(fetcher)

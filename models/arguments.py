@@ -13,7 +13,6 @@ from mupscale.widening.state import refuse_bad_levels
 
 
 def refuse_bad_width(key: str, width: Any) -> None:
-    """Raises a UserError for a width, or one in a list of them, that is no whole number of at least 1."""
     widths = width if isinstance(width, list | tuple) else [width]
     for each in widths or [None]:
         if isinstance(each, bool) or not isinstance(each, Integral) or each < 1:
@@ -21,7 +20,6 @@ def refuse_bad_width(key: str, width: Any) -> None:
 
 
 def refuse_bad_counts(**counts: Any) -> None:
-    """Raises a UserError if an argument, such as the number of layers, is not a whole number of at least 1."""
     for key, count in counts.items():
         refuse_unless_whole(f"model.{key}", count)
 

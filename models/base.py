@@ -6,7 +6,7 @@ With `build(width, layers)` the network can become deeper too.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -192,10 +192,7 @@ class Growable(LightningModule):
         return None
 
     def batch_size(self, batch: Any) -> int:
-        """The number of samples or tokens in a batch; curves are drawn against their sum.
-
-        By default it is the length of the first tensor, in whatever tuples, lists, dicts or dataclasses it is.
-        """
+        """The samples or tokens in a batch, which curves count: by default the length of its first tensor."""
         return samples_in(self, batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -274,14 +271,12 @@ class Growable(LightningModule):
         fully_shard(net, mesh=mesh)
 
     def network(self, width: Width, layers: Layers | None = None, *, meta: bool = False) -> nn.Module:
-        """The network at a size with its muP tables; on the meta device for a plan, or for an upscale to fill.
-
-        By default it has as many layers as the module has now.
-        """
+        """The network at a size, by default with as many layers as now, with its muP tables; or on the meta device."""
         layers = self.size.layers if layers is None else layers
         at_base, at_delta = self._at_base_width(layers)
         # some systems promise memory that they do not have, and end the process that uses it
-        may_be_too_large = bytes_of(at_delta) * _times_wider(width, self.hparams["base_width"]) ** 2 > physical_memory()
+        widths, bases = (each if isinstance(each, list) else [each] for each in (width, self.hparams["base_width"]))
+        may_be_too_large = bytes_of(at_delta) * (max(widths) / min(bases)) ** 2 > physical_memory()
         if meta or may_be_too_large:
             with torch.device("meta"), WithoutDraws():
                 net = self._built("width", width, layers)
@@ -425,7 +420,6 @@ class Growable(LightningModule):
                 raise UserError(f"model.init_from = {path}: {error}") from error
 
     def _start_from(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the weights and the optimizer state of a checkpoint of this size."""
         refuse_other_size(self.size, self.size_in(checkpoint))
         assert self.net is not None
         refuse_other_architecture(self.net, self.hparams, checkpoint)
@@ -496,17 +490,22 @@ def tensors_in(batch: Any) -> Sequence[Tensor]:
 
 
 @contextmanager
-def without_log(module: LightningModule) -> Iterator[None]:
-    """`self.log` and `self.log_dict` do nothing meanwhile."""
-    names = "log", "log_dict"
-    before = {name: vars(module)[name] for name in names if name in vars(module)}
-    vars(module).update(dict.fromkeys(names, lambda *_, **__: None))
+def replace_attributes(holder: object, values: Mapping[str, Any]) -> Iterator[None]:
+    """An object has these attributes of its own meanwhile, whatever its class has."""
+    own = vars(holder)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        for name in names:
-            vars(module).pop(name, None)
-        vars(module).update(before)
+        for name in values:
+            own.pop(name, None)
+        own.update(before)
+
+
+def without_log(module: LightningModule) -> AbstractContextManager[None]:
+    """`self.log` and `self.log_dict` do nothing meanwhile."""
+    return replace_attributes(module, dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
 
 
 def has_own_optimizers(module: LightningModule) -> bool:
@@ -533,16 +532,9 @@ def hint_of_parameters_outside(module: Growable) -> str | None:
 
 
 def refuse_other_size(ours: Size, theirs: Size) -> None:
-    """Raises a UserError if a checkpoint is of another size than the model."""
     for key, here, there in zip(Size._fields, ours, theirs, strict=True):
         if here != there:
             raise UserError(f"its {key} is {there}, but model.{key} is {here}; set model.{key}: {there}")
-
-
-def _times_wider(width: Width, than: Width) -> float:
-    """The largest ratio of two widths, over the layers."""
-    widths, others = (each if isinstance(each, list) else [each] for each in (width, than))
-    return max(widths) / min(others)
 
 
 def _too_wide(key: str, width: Width) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.errors import UserError
+from mupscale.errors import UserError, shown
 from mupscale.sharded_checkpoints import METADATA, damage_in
 from mupscale.sharding import is_sharded, whole
 from mupscale.widening.stepping import Records, record_of, records_of, store_records
@@ -73,10 +73,7 @@ def our_part(module: nn.Module, net: nn.Module | None, optimizers: list[Optimize
 
 
 def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]:
-    """A checkpoint on the CPU, a file or the folder of a sharded one, tensors and primitives only.
-
-    The tensors of a file may be `mapped`: they are read when they are used.
-    """
+    """A checkpoint on the CPU, file or sharded folder: tensors and primitives. `mapped` tensors are read when used."""
     if (Path(path) / METADATA).is_file():
         from mupscale.models.sharded import ShardedCheckpoint  # loads torch.distributed
 
@@ -146,7 +143,6 @@ def refuse_malformed(checkpoint: Any) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor with entries that can be copied."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_quantized)
 
 
@@ -188,7 +184,6 @@ def _refuse_malformed_groups(state: dict[str, Any], parameters: int) -> None:
 
 
 def refuse_malformed_rates(checkpoint: dict[str, Any]) -> None:
-    """Raises a UserError if hyperparameters that growth multiplies are not numbers."""
     for group in (group for state in checkpoint.get("optimizer_states", []) for group in state["param_groups"]):
         for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
             numbers = group.get(key, 0.0 if key != "lr" else None)
@@ -203,12 +198,7 @@ def _is_level(value: Any) -> bool:
 
 
 def _damaged(key: str, value: Any, wanted: str) -> UserError:
-    return UserError(f"this checkpoint is damaged: {key} is {_brief(value)}, wanted {wanted}; use another checkpoint")
-
-
-def _brief(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+    return UserError(f"this checkpoint is damaged: {key} is {shown(value)}, wanted {wanted}; use another checkpoint")
 
 
 def checkpoint_size(checkpoint: dict[str, Any], module: str) -> Size:
@@ -216,9 +206,8 @@ def checkpoint_size(checkpoint: dict[str, Any], module: str) -> Size:
     refuse_malformed(checkpoint)
     if "width" not in checkpoint["hyper_parameters"]:
         raise UserError(_FOREIGN)
-    name = str(checkpoint[CHECKPOINT_KEY].get("class_path")).rpartition(".")[
-        2
-    ]  # the module that defines it may go by another name: __main__
+    # the module that defines it may go by another name: __main__
+    name = str(checkpoint[CHECKPOINT_KEY].get("class_path")).rpartition(".")[2]
     if name != module:
         raise UserError(f"this checkpoint is of a {name}, the configured model is a {module}")
     arguments = checkpoint["hyper_parameters"]
@@ -226,10 +215,7 @@ def checkpoint_size(checkpoint: dict[str, Any], module: str) -> Size:
 
 
 def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
-    """Raises a UserError if this network, built at the checkpoint's width, does not fit the checkpoint.
-
-    The message names the arguments of the model that differ.
-    """
+    """Raises a UserError, naming arguments that differ, if a network of its width does not fit the checkpoint."""
     ours = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
     # a sharded checkpoint has loaded its weights before
     theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")}

@@ -72,10 +72,7 @@ def check_growth(
 
 
 def find_residual_outputs(module: Growable, size: Size, lists: Sequence[str], batch: Any) -> dict[str, float]:
-    """The parameters that make layers of these lists the identity, with the values that do, by running small networks.
-
-    Raises a UserError if the layers cannot be the identity, or no network of this depth runs.
-    """
+    """The parameters that make layers of these lists the identity, with their values, found on small networks."""
     samples, reason = first_samples(batch, SAMPLES), ""
     with _kept(module), generators_kept():
         loss = LossBySize(module)

@@ -115,7 +115,6 @@ class CausalLMNet(nn.Module):
         return None if found is None else found[1]
 
     def _is_as_wide_as(self, other: "CausalLMNet") -> bool:
-        """Whether the other one is deeper, and no wider."""
         return self.depth != other.depth and self.width == other.width
 
     def _found(self, other: "CausalLMNet") -> "Found":

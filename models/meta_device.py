@@ -52,10 +52,7 @@ def module_on_meta(module: nn.Module | None) -> nn.Module | None:
 
 @contextmanager
 def meta_attributes(module: LightningModule, net: nn.Module) -> Iterator[None]:
-    """Puts all that a module holds on the meta device, with `net` as its network.
-
-    Afterwards the module has its own attributes again: what was assigned meanwhile is gone.
-    """
+    """All that a module holds is on the meta device meanwhile, with `net` as its network; then it has its own again."""
     attributes = vars(module)
     modules = {name: module_on_meta(part) for name, part in attributes["_modules"].items() if name != "net"}
     others = {name: tree_map(on_meta, value) for name, value in attributes.items() if name not in ("_modules", "net")}

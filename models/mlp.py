@@ -38,10 +38,7 @@ class ResidualBlock(nn.Module):
 
 
 class MLPNet(nn.Module):
-    """`hidden` lists the widths of the hidden layers; four layers in all are three hidden widths.
-
-    So many `blocks` follow them, whose branches are multiplied by `branch_multiplier`.
-    """
+    """Hidden layers of the widths `hidden`, then so many residual `blocks` with a `branch_multiplier`."""
 
     def __init__(
         self,

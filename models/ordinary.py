@@ -37,7 +37,6 @@ class Recipe:
         return "make" if self.hparams is None else f"hparams = {dict(self.hparams)}"
 
     def refuse_unknown(self, module: LightningModule) -> None:
-        """Raises a UserError for a hyperparameter that the module does not keep."""
         unknown = [name for name in self.hparams or () if name not in module.hparams]
         if unknown:
             kept = ", ".join(module.hparams) or "none"
@@ -115,7 +114,6 @@ def ungraft_(module: LightningModule, narrow: LightningModule) -> None:
 
 
 def refuse_same_shapes(recipe: Recipe, narrow: nn.Module, wide: nn.Module) -> None:
-    """Raises a UserError if no parameter grows."""
     if shapes_of(narrow) == shapes_of(wide):
         raise UserError(
             f"UpscaleCallback.{recipe}: no parameter of {type(narrow).__name__} becomes larger. Name an argument that "

@@ -1,8 +1,8 @@
 """One training step of a LightningModule without its effects: the losses that it would train on."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from mupscale._torch import is_compiled_in_place
 from mupscale.checks.recording import generators_kept, map_leaves, state_kept
 from mupscale.errors import UserError
 from mupscale.models._lightning import attach_trainer, configured_optimizers
-from mupscale.models.base import without_log
+from mupscale.models.base import replace_attributes, without_log
 
 ModuleCall = Callable[[Any, Any], Any]
 """What is compared of a module and a batch."""
@@ -74,13 +74,12 @@ class QuietStep:
 def count_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> float:
     """Floating-point operations of a forward and backward pass of a module, counted in a step without effects."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    is_compiled = any(map(is_compiled_in_place, module.modules()))
     try:
         with (
-            generators_kept([module.device] if module.device.type == "cuda" else []),
+            generators_kept([module.device]),
             state_kept(module.modules()),
             torch.enable_grad(),
-            torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
+            run_eagerly(module),
             trainer.precision_plugin.forward_context(),
             FlopCounterMode(display=False) as counter,
         ):
@@ -89,6 +88,12 @@ def count_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx
     except Exception as error:  # whatever a module does
         raise UserError(f"the FLOPs of {type(module).__name__} cannot be counted ({error})") from error
     return float(counter.get_total_flops())
+
+
+def run_eagerly(module: LightningModule) -> AbstractContextManager[Any]:
+    """Switches a compiled network to eager execution, for what is not worth compiling for."""
+    is_compiled = any(map(is_compiled_in_place, module.modules()))
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 class QuietTrainer:
@@ -124,25 +129,17 @@ class IdleOptimizer:
         return getattr(self._real, name)
 
 
-@contextmanager
-def _idle(module: LightningModule, losses: list[Any]) -> Iterator[None]:
+def _idle(module: LightningModule, losses: list[Any]) -> AbstractContextManager[None]:
     """Manual optimization does nothing meanwhile; the losses of its backward passes are in the list."""
     optimizers, schedules = configured_optimizers(module)
-    replaced: dict[str, Any] = {
+    idle: dict[str, Any] = {
         "optimizers": lambda use_pl_optimizer=True: _one_or_all([IdleOptimizer(each) for each in optimizers]),
         "lr_schedulers": lambda: _one_or_all([IdleOptimizer(each) for each in schedules]) if schedules else None,
         "manual_backward": lambda loss, *_, **__: losses.append(loss),
         "toggled_optimizer": lambda optimizer: nullcontext(),
         **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), lambda *_, **__: None),
     }
-    before = {name: vars(module)[name] for name in replaced if name in vars(module)}
-    vars(module).update(replaced)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            vars(module).pop(name, None)
-        vars(module).update(before)
+    return replace_attributes(module, idle)
 
 
 def _one_or_all(things: list[Any]) -> Any:

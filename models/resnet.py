@@ -55,10 +55,7 @@ class Stage(nn.Module):
 
 
 class ResNet18Net(nn.Module):
-    """`width` is the number of stem channels: 64 is the usual ResNet-18, the paper's 1×.
-
-    `layers` are the blocks of each stage.
-    """
+    """ResNet-18 with `width` stem channels (64 is the paper's 1×), and `layers` blocks in each stage."""
 
     def __init__(
         self,

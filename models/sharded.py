@@ -52,7 +52,6 @@ def outline(folder: Path) -> dict[str, Any]:
 
 
 def _rest(folder: Path) -> dict[str, Any]:
-    """What is not in the shards."""
     if not (folder / META).is_file():
         raise UserError(f"{folder} was never finished: it has no {META}; use another checkpoint")
     try:
@@ -65,10 +64,7 @@ def _rest(folder: Path) -> dict[str, Any]:
 
 
 class ShardedCheckpoint:
-    """A folder that a run under FSDP2 wrote, whatever the number of its processes. Reads one value at a time.
-
-    UserError if it is damaged, lacks a shard, or holds more than data.
-    """
+    """A folder that a run under FSDP2 wrote, read value by value; UserError if it is damaged, or more than data."""
 
     def __init__(self, folder: Path) -> None:
         if not is_sharded_checkpoint(folder):
@@ -201,10 +197,7 @@ class _Section:
 
 
 class ShardWriter:
-    """Writes a sharded checkpoint, one value after another, as so many processes would have. A context manager.
-
-    `folder` exists and is empty. `finish` writes what makes a checkpoint of it.
-    """
+    """Writes a sharded checkpoint into an empty folder, value by value, as so many processes would have."""
 
     def __init__(self, folder: Path, shards: int) -> None:
         self._folder, self._closing = folder, ExitStack()

@@ -60,10 +60,7 @@ def _scores_of_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[s
 
 
 class LanguageModel(Growable):
-    """Trains on rows of tokens, where each position predicts the next; validates and tests with loss and perplexity.
-
-    The network returns logits.
-    """
+    """Trains on rows of tokens, of which logits predict the next; validates and tests with loss and perplexity."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

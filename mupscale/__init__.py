@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mupscale.base_shapes import apply_mup as apply_mup
     from mupscale.base_shapes import set_base_shapes as set_base_shapes
     from mupscale.checks.claims import check_claim as check_claim
-    from mupscale.checks.verdict import Verdict as Verdict
+    from mupscale.checks.verify import Verdict as Verdict
     from mupscale.checks.verify import verify as verify
     from mupscale.clipping import clip_grad_norm_ as clip_grad_norm_
     from mupscale.discovery.discover import discover as discover
@@ -45,7 +45,7 @@ _HOME = {
     "SignalNoise": "methods.noise",
     "UpscaleReport": "methods.grow",
     "UserError": "errors",
-    "Verdict": "checks.verdict",
+    "Verdict": "checks.verify",
     "apply_mup": "base_shapes",
     "attach": "widening.stepping",
     "check_claim": "checks.claims",

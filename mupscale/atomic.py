@@ -71,10 +71,7 @@ def partial(path: Path) -> Path:
 
 @contextmanager
 def locked(path: Path, in_use: str) -> Iterator[None]:
-    """Holds a lock that ends with this process, and whose file is deleted at the end.
-
-    Raises a UserError with the message `in_use` if another process holds it.
-    """
+    """Holds a lock that ends with this process; a UserError with the message `in_use` if another process holds it."""
     import fcntl  # only Unix has it, and training does not need it
 
     while True:

@@ -153,9 +153,8 @@ def _init_factor(use: Use, sides: tuple[Side, ...], init: Init) -> float:
     wanted = table.std(sides, fan_growth) if is_scaled else 1.0
     if init == "constant":
         return wanted
-    if (
-        modules.axis_sides(before, attribute, use.narrow) is not None
-    ):  # a bare parameter is taken as drawn at its fan-in
+    # a bare parameter is taken as drawn at its fan-in
+    if modules.axis_sides(before, attribute, use.narrow) is not None:
         fan_growth = modules.drawn_fan_growth(before, after, attribute, (use.narrow_shape, use.wide_shape))
     return wanted / table.drawn(fan_growth)
 

@@ -81,16 +81,12 @@ def use_fused(optimizer: Optimizer) -> None:
 
 
 def step_kind(batch: Any, optimizer: Optimizer) -> tuple[Any, ...]:
-    """What the steps of one graph have in common; equal for steps that one graph can take.
-
-    Shapes and precisions, whatever else is in a batch, and what an optimizer's step depends on beside its rates.
-    """
-    return batch_kind(batch), [_constants(group) for group in optimizer.param_groups], id(optimizer.state)
-
-
-def _constants(group: dict[str, Any]) -> dict[str, Any]:
-    constants = {key: value for key, value in group.items() if key not in _NOT_BAKED_IN}
-    return constants | {"trains": [parameter.requires_grad for parameter in group["params"]]}
+    """Equal for steps that one graph can take: shapes, precisions, other values, and what the optimizer depends on."""
+    constants = []
+    for group in optimizer.param_groups:
+        kept = {key: value for key, value in group.items() if key not in _NOT_BAKED_IN}
+        constants.append(kept | {"trains": [parameter.requires_grad for parameter in group["params"]]})
+    return batch_kind(batch), constants, id(optimizer.state)
 
 
 def _count_on_device(optimizer: Optimizer) -> None:

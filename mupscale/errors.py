@@ -74,7 +74,6 @@ def refuse_unless_whole(name: str, value: Any, least: int | None = 1) -> None:
 
 
 def refuse_unless_level(name: str, value: Any) -> None:
-    """Raises a UserError if a value is not a finite number of at least 0."""
     try:
         fits = not isinstance(value, bool | str | bytes) and math.isfinite(value) and value >= 0
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -90,7 +89,6 @@ def refuse_unless_callable(name: str, value: Any, form: str) -> None:
 
 
 def refuse_unless_iterable(name: str, value: Any, of: str) -> None:
-    """Raises a UserError if a value is not iterable."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
         raise UserError(f"{name} must be a list of {of}, got {shown(value)}")
 
@@ -102,7 +100,6 @@ def shown(value: Any) -> str:
 
 
 def refuse_unless_model(name: str, model: object) -> None:
-    """Raises a UserError if something is not a model but, for example, a class, a state_dict or None."""
     from torch import nn
 
     if not isinstance(model, nn.Module):

@@ -128,10 +128,7 @@ LEAST_RATE = "eta_min"
 
 
 def continue_schedule(old: Any, new: Any, sources: Sequence[Source] | None = None, *, restart: bool = False) -> None:
-    """Moves `new`, a scheduler over the wide optimizer, to the position of `old`; or, with `restart`, to its start.
-
-    With the sources of the wide groups, absolute rates in `old` continue too.
-    """
+    """Moves `new` to the position of `old`, or restarts it; with the sources of groups, absolute rates continue too."""
     state = old.state_dict()
     if restart:
         started = new.state_dict()

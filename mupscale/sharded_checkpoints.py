@@ -18,10 +18,7 @@ from mupscale.errors import UserError
 
 
 def damage_in(file: Path | BinaryIO) -> str | None:
-    """What is wrong with a file of torch.save, or None. Files in the format before version 1.6 cannot be checked.
-
-    Reads the whole file, at more than a gigabyte a second.
-    """
+    """What is wrong with a file of torch.save (since version 1.6), or None; reads all of it, a gigabyte a second."""
     if not zipfile.is_zipfile(file):
         return None
     try:
@@ -52,10 +49,7 @@ MADE_BY_ARGUMENTS = {
 
 
 def check_sharded(folder: Path) -> None:
-    """Raises a UserError if torch would run code from this checkpoint, or read files outside of its folder.
-
-    Tensors are not read: torch itself loads them safely.
-    """
+    """Raises a UserError if torch would run code from this checkpoint, or read files outside of its folder."""
     _inside(folder, META)
     files = [folder / METADATA, *folder.glob("__*.metadata")]  # torch falls back to those of single ranks
     for file in files:
@@ -134,7 +128,6 @@ def _read(file: Path) -> Iterator[Item]:
 
 
 def _check_value(item: Item) -> None:
-    """Raises a UserError if a value that is not a tensor, such as a learning rate, is more than data."""
     import torch
 
     try:

@@ -99,7 +99,6 @@ def folded(lines: Iterable[str], columns: int | None) -> list[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[list[str]]:
-    """The lines of each row."""
     widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*rows, strict=True)]
     answer = []
     for row in rows:

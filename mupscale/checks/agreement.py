@@ -40,11 +40,9 @@ class Agreement:
     """How far the wide gradients are from those of Table 1, likewise."""
     precision: str = "float64"
     first_difference: str | None = None
-    """The first module that differs."""
     reason: str = ""
     """What differs there, or why there was no check."""
     untested: tuple[str, ...] = ()
-    """Growing parameters that had no gradient."""
     notes: tuple[str, ...] = ()
     """What else the check found out: differences that only training shows."""
     dropout: tuple[str, ...] = ()
@@ -144,10 +142,7 @@ def gradients_after(
 
 
 def change_of_outputs(narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call, dtype: torch.dtype) -> float:
-    """By how much what `call` returns changes when copies of the models grow by a plan that does not keep it.
-
-    The root mean square of the difference, relative to that of what the narrow model returns.
-    """
+    """By how much outputs change when copies grow by a plan that does not keep them: relative root mean square."""
     with generators_kept(), torch.inference_mode(False), torch.no_grad(), _full_precision():
         before = copy_to_compare("upscale: narrow", narrow, dtype, perturbed=False)
         after = copy_to_compare("upscale: wide", wide, dtype, perturbed=False)
@@ -449,7 +444,6 @@ class _Check:
         return tuple(notes)
 
     def _is_new(self, name: str) -> bool:
-        """Whether a module or buffer of the wide model belongs to a new layer."""
         found = layer_at(self.plan.layers, name)
         return found is not None and found[1].is_new
 
@@ -514,7 +508,6 @@ class _Check:
 
 
 def _planned(plan: Plan) -> Planned:
-    """The layouts of all tensors, by the sizes of the axis."""
     answer: dict[tuple[int, int], list[Any]] = {}
     for entry in (*plan.parameters.values(), *plan.buffers.values()):
         for sizes, layout in zip(zip(entry.narrow_shape, entry.wide_shape, strict=True), entry.layouts, strict=True):

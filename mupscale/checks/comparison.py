@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.checks.recording import Call
-from mupscale.checks.verdict import GRADIENT_MULTIPLE, LOSS_DIVISOR, Verdict
 from mupscale.widening.axes import (
     Layout,
     Piece,
@@ -25,6 +24,12 @@ from mupscale.widening.axes import (
 from mupscale.widening.growth import Growth
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.write import is_inexact, widen_, widen_gradient_
+
+LOSS_DIVISOR = 100
+"""The loss is held to this part of the tolerance of activations."""
+
+GRADIENT_MULTIPLE = 10
+"""Gradients and weights get this multiple of it."""
 
 
 @dataclass
@@ -56,9 +61,6 @@ class Comparison:
     has_moved: bool = False
     """Whether such a parameter moved, at any step."""
 
-    def begin(self, step: int) -> None:
-        self.step = step
-
     def blame(self, module: str, what: str, *, is_inexact: bool = True) -> None:
         self.is_inexact = self.is_inexact or is_inexact
         if self.first is None:
@@ -66,7 +68,7 @@ class Comparison:
 
     def loss(self, narrow: Tensor, wide: Tensor) -> None:
         drift = relative_error(wide, narrow, float(narrow.abs()))
-        self.loss_drift = _worst(self.loss_drift, drift)
+        self.loss_drift = worst_of(self.loss_drift, drift)
         if not drift <= self.tolerance / LOSS_DIVISOR:
             self.blame("(the loss)", f"the loss drifts by {drift:.1e} while every module's output agrees,")
 
@@ -77,8 +79,8 @@ class Comparison:
             return
         for index, (before, after) in enumerate(zip(narrow, wide, strict=True)):
             drift = self._tensors_drift((index, "out"), before.outputs, after.outputs)
-            self.activation_drift = _worst(self.activation_drift, drift)
-            self.by_module[before.name] = _worst(self.by_module.get(before.name, 0.0), drift)
+            self.activation_drift = worst_of(self.activation_drift, drift)
+            self.by_module[before.name] = worst_of(self.by_module.get(before.name, 0.0), drift)
             apart = drift
             if not drift <= self.tolerance:
                 apart = self._unscaled_drift((index, "out"), before, after)
@@ -90,7 +92,7 @@ class Comparison:
                 elif self.first is None:
                     self._blame_container(index, given, narrow, wide, is_inexact=is_inexact)
                 self.is_inexact = self.is_inexact or is_inexact
-            self.unscaled_drift[before.name] = _worst(self.unscaled_drift.get(before.name, 0.0), apart)
+            self.unscaled_drift[before.name] = worst_of(self.unscaled_drift.get(before.name, 0.0), apart)
 
     def _blame_container(
         self, index: int, given: float, narrow: list[Call], wide: list[Call], *, is_inexact: bool
@@ -130,7 +132,7 @@ class Comparison:
         # others
         drifts = {name: error / max(size, 1e-4 * largest, 1e-300) for name, error, size in rows}
         bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * GRADIENT_MULTIPLE]
-        self.gradient_drift = _worst(self.gradient_drift, *drifts.values())
+        self.gradient_drift = worst_of(self.gradient_drift, *drifts.values())
         if bad:  # the fault is nearest to the loss: everything before it inherits a wrong gradient
             name = max(bad, key=lambda n: order.get(n.rpartition(".")[0], -1))
             self.blame(name.rpartition(".")[0], f"the gradient of {name!r} drifts by {drifts[name]:.1e}")
@@ -141,25 +143,21 @@ class Comparison:
             wanted = torch.empty_like(targets[name])
             widen_(wanted, source.detach(), self.plan.parameters[name])
             drift = relative_error(targets[name].detach(), wanted, float(wanted.abs().max()) if wanted.numel() else 0.0)
-            self.weight_drift = _worst(self.weight_drift, drift)
+            self.weight_drift = worst_of(self.weight_drift, drift)
             if not drift <= self.tolerance * GRADIENT_MULTIPLE:
                 self.blame(
                     name.rpartition(".")[0],
                     f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,",
                 )
 
-    def note_buffers(self, narrow: nn.Module, wide: nn.Module) -> None:
-        """Notes which buffers agree before the first step: one that is not saved has its own value in each model."""
-        self.tracked = [name for name, drift in self._buffer_drifts(narrow, wide).items() if drift <= self.tolerance]
-
     def buffers(self, narrow: nn.Module, wide: nn.Module) -> None:
         """Statistics of activations with another scale would show only in evaluation."""
-        drifts = self._buffer_drifts(narrow, wide)
+        drifts = self.buffer_drifts(narrow, wide)
         allowed = self.tolerance * GRADIENT_MULTIPLE
         if self.scaled and not all(drifts.get(name, math.inf) <= allowed for name in self.tracked):
             self.is_inexact = True
 
-    def _buffer_drifts(self, narrow: nn.Module, wide: nn.Module) -> dict[str, float]:
+    def buffer_drifts(self, narrow: nn.Module, wide: nn.Module) -> dict[str, float]:
         """Of the buffers that both models have, in the shapes of the plan."""
         targets = dict(wide.named_buffers())
         drifts = {}
@@ -180,10 +178,6 @@ class Comparison:
         """The parameters whose training tests the widening: those that grow; all, where none does."""
         growing = {name for name, entry in self.plan.parameters.items() if entry.grows}
         return {name: p for name, p in model.named_parameters() if name in growing or not growing}
-
-    def note_gradients(self, narrow: nn.Module) -> None:
-        gradients = [p.grad for p in self.tested(narrow).values() if p.grad is not None]
-        self.has_gradient = self.has_gradient or any(bool(_dense(gradient).any()) for gradient in gradients)
 
     @contextmanager
     def movement_of(self, narrow: nn.Module) -> Iterator[None]:
@@ -207,37 +201,11 @@ class Comparison:
             )
         return None
 
-    def verdict(self, steps: int) -> Verdict:
-        if self.first is not None and not self.is_inexact:  # only scales inside the model differ
-            self.first, self.by_module = None, self.unscaled_drift
-            self.activation_drift = _worst(0.0, *self.by_module.values())
-        else:
-            self.scaled = {}
-        module, reason = self.first or (None, None)
-        untested = self.untested(steps) if self.first is None else None
-        if reason:
-            hints = [note for note in self.plan.notes if _concerns(note.partition(":")[0], str(module))]
-            reason = "\n  ".join([reason.rstrip(","), *(f"note: {hint}" for hint in hints)])
-        return Verdict(
-            passed=self.first is None and untested is None,
-            loss_drift=self.loss_drift,
-            activation_drift=self.activation_drift,
-            gradient_drift=self.gradient_drift,
-            weight_drift=self.weight_drift,
-            first_divergent=module,
-            reason=reason or untested,
-            steps=steps,
-            tolerance=self.tolerance,
-            drift_by_module=self.by_module,
-            plan=self.plan,
-            scaled=self.scaled,
-        )
-
     def _tensors_drift(self, key: Any, narrow: list[Tensor], wide: list[Tensor]) -> float:
         if len(narrow) != len(wide):
             return math.inf
         drifts = [self._drift((key, i), a, b) for i, (a, b) in enumerate(zip(narrow, wide, strict=True))]
-        return _worst(0.0, *drifts)
+        return worst_of(0.0, *drifts)
 
     def _drift(self, key: Any, narrow: Tensor, wide: Tensor) -> float:
         """How far `wide` is from `narrow` duplicated in the layout that fits best, which is stored.
@@ -282,7 +250,7 @@ class Comparison:
                 if drift <= self.tolerance:
                     self.scaled.setdefault(narrow.name, scale)
             drifts.append(drift)
-        return _worst(0.0, *drifts)
+        return worst_of(0.0, *drifts)
 
     def _scaled_drift(self, key: Any, narrow: Tensor, wide: Tensor) -> tuple[float, float]:
         """The drift from the narrow tensor times the scale that fits best, and this scale."""
@@ -327,13 +295,6 @@ class Comparison:
                 yield layouts, scale
 
 
-def _concerns(noted: str, module: str) -> bool:
-    """Whether a note on one module may explain a divergence that shows in another: one contains the other."""
-    return (
-        "(the model)" in (noted, module) or f"{noted}.".startswith(f"{module}.") or f"{module}.".startswith(f"{noted}.")
-    )
-
-
 def widened_gradient(growth: Growth, source: Tensor) -> Tensor:
     """The gradient that Table 1 wants of the wide parameter, from that of the narrow one."""
     target = source.new_empty(growth.wide_shape)
@@ -370,7 +331,7 @@ def relative_error(value: Tensor, wanted: Tensor, size: float) -> float:
     return float(error.masked_fill(both, 0.0).max()) / max(size if math.isfinite(size) else 1.0, 1e-30)
 
 
-def _worst(*drifts: float) -> float:
+def worst_of(*drifts: float) -> float:
     return max((math.inf if math.isnan(drift) else drift for drift in drifts), default=0.0)
 
 

@@ -159,7 +159,8 @@ class CoordCheck:
         rows[0].append("")
         styles: dict[int, Style] = {}
         for name, scans in self.layers.items():
-            numbers = [_number(slope) for slopes in scans.values() for slope in (slopes.output, slopes.update)]
+            both = [slope for slopes in scans.values() for slope in (slopes.output, slopes.update)]
+            numbers = ["zero" if slope is None else f"{slope:+.2f}" for slope in both]
             if name in failing:
                 styles[len(rows)] = "bad"
             rows.append([name, *numbers, "FAILS" if name in failing else "ok"])
@@ -330,10 +331,6 @@ def _power(slope: float, axis: Axis) -> str:
     return f"is zero at the {'small' if slope > 0 else 'large'} end only"
 
 
-def _number(slope: float | None) -> str:
-    return "zero" if slope is None else f"{slope:+.2f}"
-
-
 # --- measuring
 
 
@@ -395,7 +392,10 @@ class _Training:
     def _outputs(self, net: nn.Module) -> dict[str, list[Tensor]]:
         """The outputs of every module with parameters of its own for the first batch; buffers stay as they were."""
         layers = {id(layer) for name in self.lists for layer in net.get_submodule(name).children()}
-        wanted = lambda module: _has_parameters(module) or id(module) in layers  # noqa: E731
+
+        def wanted(module: nn.Module) -> bool:
+            return id(module) in layers or any(True for _ in module.parameters(recurse=False))
+
         with buffers_kept(net), torch.random.fork_rng(), Recorder(net, wanted=wanted) as recorder:
             torch.manual_seed(0)  # dropout must not count as an update
             self.loss(net, self.batches[0])
@@ -410,10 +410,6 @@ class _Training:
                 if read is not None and read.shape[-1] == module.in_features:
                     outputs[name] = [module(read)]
         return outputs
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def _rms(values: list[Tensor]) -> float:

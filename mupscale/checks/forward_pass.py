@@ -64,7 +64,8 @@ class Precision(TorchFunctionMode):
         result = func(*args, **{name: self._converted(value, makes_new) for name, value in kwargs.items()})
         if makes_new and isinstance(result, Tensor) and result.dtype in self._larger:
             dtype = self._larger[result.dtype]
-            result = result.detach().to(dtype).requires_grad_() if _is_source(result) else result.to(dtype)
+            takes_gradients = result.requires_grad and result.is_leaf  # with respect to it
+            result = result.detach().to(dtype).requires_grad_() if takes_gradients else result.to(dtype)
         self.ran(func, args, result)
         if isinstance(result, Tensor) and result.is_floating_point() and not is_under_transform(result):
             self.seen(result.detach())
@@ -112,11 +113,6 @@ def _makes_new(func: Callable[..., Any]) -> bool:
 
 _READING = ("__index__", "__int__", "__invert__")
 """Methods that change nothing, though they begin as the in-place ones do."""
-
-
-def _is_source(tensor: Tensor) -> bool:
-    """Whether gradients are taken with respect to a tensor that was just made."""
-    return tensor.requires_grad and tensor.is_leaf
 
 
 Call = Callable[[nn.Module], Any]

@@ -26,7 +26,6 @@ class Training:
     """Gradient steps before the upscale, the paper's T − 1."""
     lr_up: float
     steps_up: int
-    """Gradient steps after the upscale."""
     x: float = 1.0
     sigma: float = 1.0
 

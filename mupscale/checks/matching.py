@@ -39,7 +39,6 @@ def match(narrow: Tensor, wide: Tensor, tolerance: float, planned: Planned = Map
 
 
 def _candidates(narrow: tuple[int, ...], wide: tuple[int, ...], planned: Planned) -> Iterator[tuple[Layout, ...]]:
-    """The planned layouts, then those of equal blocks."""
     axes = [
         list(dict.fromkeys((*planned.get(sizes, ()), *_equal_blocks(*sizes))))
         for sizes in zip(narrow, wide, strict=True)

@@ -23,10 +23,7 @@ _SIMPLE = (Tensor, int, float, complex, str, bytes, type(None))
 
 
 def leaves_of(values: Any, around: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """What a structure holds at any depth. Objects of an unknown kind are leaves.
-
-    `around` has the identities of the objects that contain it: one may contain itself.
-    """
+    """What a structure holds at any depth; `around` are the ids of what contains it, as it may contain itself."""
     for leaf in tree_leaves(values):
         if id(leaf) in around:
             continue
@@ -136,10 +133,7 @@ def real_floats(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[list[str]]:
-    """Restores the buffers at the end, also those that a forward pass replaces by others, of whatever shape.
-
-    The names of those that changed are then in the list.
-    """
+    """Restores buffers at the end, also replaced ones; the names of those that changed are then in the list."""
     held = [
         (f"{name}.{attribute}".removeprefix("."), module, attribute, buffer, buffer.clone())
         for name, module in model.named_modules()
@@ -160,10 +154,7 @@ def buffers_kept(model: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores the buffers and attributes of modules at the end: statistics, counters, metrics, hidden states.
-
-    Of an attribute, also the values of a tensor, and the members of a list or a dict.
-    """
+    """Restores buffers and attributes of modules at the end, with the values of tensors, lists and dicts in them."""
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
     copies: list[tuple[Any, Any]] = []
     for module in modules:
@@ -230,7 +221,7 @@ def generators_kept(devices: Iterable[torch.device] | None = None) -> Iterator[N
     """Restores all of them at the end; of those of CUDA devices the given ones, by default all."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(None if devices is None else [each for each in devices if each.type == "cuda"]):
             yield
     finally:
         random.setstate(of_python)

@@ -1,16 +1,15 @@
 """Checks dynamic equivalence: trains narrow and wide copies side by side in float64, and compares them."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.checks.comparison import Comparison
+from mupscale.checks.comparison import GRADIENT_MULTIPLE, LOSS_DIVISOR, Comparison, worst_of
 from mupscale.checks.float64 import Batches, computes_in_float32, copied, loss_in_float64, steps_in_float32
 from mupscale.checks.recording import Recorder, generators_kept, seed_generators
-from mupscale.checks.verdict import TOLERANCE, TOLERANCE_FLOAT32, Verdict
 from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import (
     UserError,
@@ -22,11 +21,96 @@ from mupscale.errors import (
     shown,
 )
 from mupscale.methods.grow import as_list, grow
-from mupscale.text_tables import Watch, unwatched
+from mupscale.text_tables import Paint, Watch, folded, table, unpainted, unwatched
 from mupscale.widening.axes import duplicate
 from mupscale.widening.hints import Hints
 from mupscale.widening.modules import dropout_of
-from mupscale.widening.pairing import refuse_lazy, refuse_scripted
+from mupscale.widening.pairing import refuse_lazy, refuse_scripted, some_names
+from mupscale.widening.plan_text import Plan
+
+TOLERANCE = 1e-8
+"""Relative drift of activations in float64."""
+
+
+TOLERANCE_FLOAT32 = 1e-4
+"""The same for models that compute in float32 inside, whatever their weights: the loss is then held to 1e-6."""
+
+
+_REMEDY = "mupscale.discover looks for a plan with which the models agree, where there is one: give it as hints"
+
+
+@dataclass
+class Verdict:
+    """The result of `verify`. Each drift is a relative difference, the largest over all steps.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> class Shrink(nn.Module):
+        ...     def forward(self, x):
+        ...         return x / x.shape[-1] ** 0.5  # depends on the width
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), Shrink(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> verdict = mupscale.verify(
+        ...     narrow, wide, optimizer=torch.optim.AdamW, batches=[torch.randn(5, 3)], steps=2,
+        ...     loss=lambda model, batch: model(batch).square().mean())
+        >>> verdict.passed, verdict.first_divergent
+        (False, '1')
+    """
+
+    passed: bool
+    loss_drift: float
+    activation_drift: float
+    gradient_drift: float
+    weight_drift: float
+    first_divergent: str | None
+    """The name of the first module that diverges, or None."""
+    reason: str | None
+    """What diverged there, at which step, and the plan's notes on it; or why nothing was tested."""
+    steps: int
+    tolerance: float
+    drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
+    """The largest drift of each module's activations, in the order of the forward pass."""
+    plan: Plan | None = field(default=None, repr=False)
+    scaled: dict[str, float] = field(default_factory=dict, repr=False)
+    """The modules inside an exact model whose outputs the wide model multiplies by another factor, and this factor.
+    Their drifts are measured from the multiplied outputs."""
+    dropout: tuple[str, ...] = ()
+    """Layers that draw other masks for the wide model; they were left out."""
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
+        """The verdict in a line that begins with `title`, and the drifts in a table; for a terminal of `columns`."""
+        if self.passed:
+            head = "exact apart from dropout" if self.dropout else "exact"
+        elif self.first_divergent is None:
+            head = "NOTHING TESTED"
+        else:
+            head = f"NOT exact: {self.first_divergent} diverges first"
+        lines = folded([f"{title}{head} (tolerance {self.tolerance:g}, {self.steps} steps after the upscale)"], columns)
+        lines = [paint(line, "good" if self.passed else "bad") for line in lines]
+        drifts = {
+            "loss": (self.loss_drift, self.tolerance / LOSS_DIVISOR),
+            "activations": (self.activation_drift, self.tolerance),
+            "gradients": (self.gradient_drift, self.tolerance * GRADIENT_MULTIPLE),
+            "weights": (self.weight_drift, self.tolerance * GRADIENT_MULTIPLE),
+        }
+        rows = [("", "largest relative drift", "allowed")]
+        rows += [(name, f"{drift:.1e}", f"{allowed:.0e}") for name, (drift, allowed) in drifts.items()]
+        beyond = [index for index, (drift, allowed) in enumerate(drifts.values(), 1) if not drift <= allowed]
+        lines += table(rows, right=(1, 2), styles=dict.fromkeys(beyond, "bad"), columns=columns, paint=paint)
+        below = [f"{name}: its output is multiplied by {scale:g}" for name, scale in self.scaled.items()]
+        if self.dropout:
+            below.append(f"compared without {some_names(self.dropout)}, whose masks are others in the wide model")
+        if self.reason:
+            below = [self.reason, _REMEDY] if self.first_divergent is not None else [self.reason]
+        return "\n".join([*lines, *folded(below, columns)])
+
 
 WARM_UP = 10
 """Training steps of the narrow copy before it is widened, so that the move of optimizer state is tested too."""
@@ -102,7 +186,6 @@ def verify(
 
 
 def _without(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """A copy of a model in which these layers are in evaluation mode."""
     twin = copied("verify: narrow", model)
     for name in names:
         twin.get_submodule(name).eval()
@@ -139,10 +222,11 @@ def _verify(
     assert isinstance(report.optimizer, list)
 
     comparison = Comparison(report.plan, tolerance)
-    comparison.note_buffers(narrow, wide)
+    drifts = comparison.buffer_drifts(narrow, wide)
+    comparison.tracked = [name for name, drift in drifts.items() if drift <= tolerance]
     for step in range(steps):
         batch = batches[WARM_UP + step]
-        comparison.begin(step)
+        comparison.step = step
         with Recorder(narrow) as before:
             narrow_loss = _backward(narrow, batch, loss, step)
         with Recorder(wide) as after:
@@ -150,7 +234,8 @@ def _verify(
         comparison.activations(before.calls, after.calls)
         comparison.loss(narrow_loss, wide_loss)
         comparison.gradients(narrow, wide, before.order())
-        comparison.note_gradients(narrow)
+        gradients = [p.grad for p in comparison.tested(narrow).values() if p.grad is not None]
+        comparison.has_gradient |= any(bool((g.to_dense() if g.is_sparse else g).any()) for g in gradients)
         vanishing = _vanishing(narrow)
         _flush(narrow, vanishing)
         _flush(wide, {name: duplicate(mask, report.plan.parameters[name].layouts) for name, mask in vanishing.items()})
@@ -160,7 +245,41 @@ def _verify(
         comparison.weights(narrow, wide)
         watch("comparing training steps", step + 1, steps)
     comparison.buffers(narrow, wide)
-    return comparison.verdict(steps)
+    return _verdict(comparison, steps)
+
+
+def _verdict(found: Comparison, steps: int) -> Verdict:
+    scaled = found.scaled
+    if found.first is not None and not found.is_inexact:  # only scales inside the model differ
+        found.first, found.by_module = None, found.unscaled_drift
+        found.activation_drift = worst_of(0.0, *found.by_module.values())
+    else:
+        scaled = {}
+    module, reason = found.first or (None, None)
+    untested = found.untested(steps) if found.first is None else None
+    if reason:
+        hints = [note for note in found.plan.notes if _concerns(note.partition(":")[0], str(module))]
+        reason = "\n  ".join([reason.rstrip(","), *(f"note: {hint}" for hint in hints)])
+    return Verdict(
+        passed=found.first is None and untested is None,
+        loss_drift=found.loss_drift,
+        activation_drift=found.activation_drift,
+        gradient_drift=found.gradient_drift,
+        weight_drift=found.weight_drift,
+        first_divergent=module,
+        reason=reason or untested,
+        steps=steps,
+        tolerance=found.tolerance,
+        drift_by_module=found.by_module,
+        plan=found.plan,
+        scaled=scaled,
+    )
+
+
+def _concerns(noted: str, module: str) -> bool:
+    """Whether a note on one module may explain a divergence that shows in another: one contains the other."""
+    within = f"{noted}.".startswith(f"{module}.") or f"{module}.".startswith(f"{noted}.")
+    return within or "(the model)" in (noted, module)
 
 
 def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], seed: int) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.base_shapes import apply_mup
-from mupscale.callbacks.upscale import UpscaleCallback, is_smaller, rate_factors
+from mupscale.callbacks.ordinary import refuse_shared_rates
+from mupscale.callbacks.upscale import UpscaleCallback, is_smaller
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.data_files import LOADER
@@ -21,7 +22,6 @@ from mupscale.models._lightning import optimizers_of, schedulers_of
 from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters
 from mupscale.models.base import Growable, doubled, has_own_optimizers
 from mupscale.models.checkpoint import Size
-from mupscale.schedules import refuse_one_rate_for_all
 from mupscale.widening.groups import continued_groups, refuse_uneven_groups
 from mupscale.widening.layers import Depth
 from mupscale.widening.plan_text import Plan
@@ -159,10 +159,9 @@ def refuse_own_rates(module: Growable, narrow: nn.Module, wide: nn.Module, plan:
         for before, after in zip(made.optimizers, grown.optimizers, strict=False):
             continued = continued_groups(plan, narrow, before, wide, method.mup_rates)
             refuse_uneven_groups(continued, wide, after)
-        for scheduler in made.schedulers:
-            refuse_one_rate_for_all(scheduler, rate_factors(plan, narrow, scheduler.optimizer, method))
     except UserError as error:
         raise UserError(f"{type(module).__name__}.{error}") from error
+    refuse_shared_rates(module, narrow, made.schedulers, plan, method.mup_rates)
 
 
 def moved_optimizers(module: Growable, net: nn.Module, *, several: bool) -> Callable[[list[nn.Parameter]], Any] | None:

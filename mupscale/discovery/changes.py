@@ -77,7 +77,7 @@ class Proposals:
         yield from self._unit_changes(ran, self._ratios(outcome))
         yield from self._layout_changes(ran)
         yield from self._side_changes(ran)
-        yield from self._unit_changes(ran, self._usual_ratios())
+        yield from self._unit_changes(ran, [f**power for f in self._factors() for power in (0.5, -0.5, 0.25, 1, -1)])
 
     def _modules_run(self, outcome: Outcome, scope: str) -> list[str]:
         """The modules with parameters of their own in a scope that have begun, the last first.
@@ -178,7 +178,6 @@ class Proposals:
         return fresh and all(len(use.narrow_shape) == 1 and use.growing and not is_known(use) for use in uses)
 
     def _ratios(self, outcome: Outcome) -> list[float]:
-        """The ratios that agreeing tensors had, the last first."""
         seen: dict[float, None] = {}
         for matches in reversed(outcome.matches):
             for found in matches:
@@ -195,12 +194,7 @@ class Proposals:
                 return power
         return ratio
 
-    def _usual_ratios(self) -> list[float]:
-        powers = (0.5, -0.5, 0.25, 1, -1)
-        return [factor**power for factor in self._factors() for power in powers]
-
     def _factors(self) -> list[int]:
-        """The whole factors by which axes grow."""
         pairs = {
             (n, w)
             for use in self.hypothesis.uses.values()
@@ -246,7 +240,6 @@ def _layout_words(layout: Layout) -> str:
 
 
 def _other_sides(sides: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:
-    """The other sides that the growing axes may have."""
     growing = [axis for axis, side in enumerate(sides) if side]
     for number in range(2 ** len(growing)):
         answer = list(sides)

@@ -102,7 +102,6 @@ class _Layer:
     name: str
     module: nn.Module
     inputs: list[Any] = field(default_factory=list)
-    """(args, kwargs) of each call."""
 
     def __post_init__(self) -> None:
         self.parameters = {name: each for name, each in self.module.named_parameters() if is_inexact(each)}

@@ -88,10 +88,7 @@ def cuts_between(narrow: nn.Module, wide: nn.Module, call: Call) -> list[PairedC
 
 
 def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> None:
-    """Raises a UserError unless a result for other sizes of the same family makes these two models agree.
-
-    Outputs and all gradients are compared, as `discover` does. The arguments are not changed.
-    """
+    """Raises a UserError unless a result for other sizes of the family makes these models agree, as `discover` does."""
     with generators_kept(), torch.inference_mode(False), torch.enable_grad():
         before, after = _copies(narrow, wide)
         search = Search(before, after, call, TOLERANCE)
@@ -104,7 +101,6 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
 
 
 def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Copies of both models in float64 on the CPU, the parameters of the narrow one perturbed."""
     return _copied(narrow, perturbed=True), _copied(wide)
 
 
@@ -117,7 +113,6 @@ def _copied(model: nn.Module, *, perturbed: bool = False) -> nn.Module:
 
 
 def _refuse_not_finite(search: Search, narrow: nn.Module) -> None:
-    """Raises a UserError if outputs are NaN or infinite, so that they cannot be compared."""
     perturbed = search.narrow.outputs
     if all(bool(output.isfinite().all()) for output in perturbed):
         return
@@ -193,7 +188,6 @@ def _saved_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _unknown_roles(hypothesis: Hypothesis) -> dict[str, Role]:
-    """The assumed roles of the parameters whose role a plan cannot determine by itself."""
     uses = hypothesis.uses.items()
     return {name: _role(hypothesis.assumed[name].sides) for name, use in uses if use.growing and not _default_role(use)}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from itertools import combinations_with_replacement, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -111,7 +111,7 @@ class Found(Hints):
 
     def _models(self, names: Sequence[str], count: int) -> list[str]:
         """For each of `count` parameters, the one of the smaller model that it grows like: the last like the last."""
-        said = [self._said_of(name) for name in names]
+        said = [(self.roles.get(name), str(self.blocks.get(name)), self.rescale.get(name)) for name in names]
         if len(names) == count:
             return list(names)
         if any(each != said[0] for each in said[:-1]):
@@ -120,9 +120,6 @@ class Found(Hints):
                 "carried over to another depth"
             )
         return [names[0]] * (count - 1) + [names[-1]]
-
-    def _said_of(self, name: str) -> tuple[Any, ...]:
-        return self.roles.get(name), str(self.blocks.get(name)), self.rescale.get(name)
 
     def _carry_over(
         self,
@@ -241,10 +238,7 @@ def growth_factors(shapes: Mapping[str, tuple[Shape, Shape]], name: str) -> set[
 
 
 def without_rounding(rescale: Rescale, factors: Collection[int], tolerance: float) -> Rescale:
-    """A factor as a power of the growth factor, where it is one but for rounding.
-
-    That of a constant which a model holds in float32 is one to 1e-6.
-    """
+    """A factor as a power of the growth factor, where it is one but for rounding (of a float32 constant, 1e-6)."""
     scale = rescale[0] if isinstance(rescale, tuple) else rescale
     for factor in sorted(factors):
         power = nearest_power(scale, factor)

@@ -17,7 +17,6 @@ from mupscale.widening.plan_text import Plan
 from mupscale.widening.table import Side, scale_of_axis
 
 Axis = tuple[str, int]
-"""An axis of a tensor, by the tensor's name."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +138,7 @@ class Hypothesis:
 
     @torch.no_grad()
     def add_centred_noise(self, names: Iterable[str]) -> None:
-        """Adds noise to parameters of the wide model that is zero in sum over copies along the axes they sum over.
-
-        The next `write` removes it.
-        """
+        """Adds noise that is zero in sum over copies along summed axes, until the next `write`."""
         generator = torch.Generator().manual_seed(2)
         for name in names:
             assumed, target = self.assumed[name], self._wide[name]
@@ -173,7 +169,7 @@ class Hypothesis:
 
     def own(self, module: str) -> list[str]:
         """The names, as assumed, of the parameters that a module itself holds."""
-        first = self.pairing.parameter_names()
+        first = self.pairing.parameter_names
         held = self.narrow.get_submodule(module).named_parameters(recurse=False, remove_duplicate=False)
         return [first[f"{module}.{attribute}".removeprefix(".")] for attribute, _ in held]
 

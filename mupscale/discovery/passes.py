@@ -264,7 +264,7 @@ def _grows(found: Match) -> bool:
 def _follow(hypothesis: Hypothesis, name: str, inputs: list[Tensor], matches: list[Match]) -> None:
     """Parameters that read, or act on, the units of an input are duplicated as it is."""
     module = hypothesis.narrow.get_submodule(name)
-    first_names = hypothesis.pairing.parameter_names()
+    first_names = hypothesis.pairing.parameter_names
     changed = []
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for attribute, tensor in tensors:

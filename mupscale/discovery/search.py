@@ -83,9 +83,8 @@ class Search:
         return self._agreed.complete
 
     def _is_solved(self, outcome: Outcome, at_once: int) -> bool:
-        if self._solved(outcome, at_once) is None:
-            return False
-        self._agreed = self.outcome()
+        if self._solved(outcome, at_once) is not None:
+            self._agreed = self.outcome()
         return self._agreed.complete
 
     def decide_summed_axes(self) -> tuple[str, ...]:
@@ -175,7 +174,12 @@ class Search:
         """The parameters of which copies of one entry would not train alike, that nearest to the outputs first."""
         if self._gradients is None:
             self._gradients = gradients(self.hypothesis.narrow, self.call)
-            self._refuse_untrained()
+            growing = {name for name, use in self.hypothesis.uses.items() if use.growing}
+            if growing and growing <= set(self.without_gradient()):
+                raise UserError(
+                    "discover: what call(model) returns has no gradient with respect to a parameter that grows, so "
+                    "nothing can be tested. Let it return what the model computes, with its graph"
+                )
         before = self._gradients
         after = gradients(self.hypothesis.wide, self.call, outcome.matches[-1])
         largest = max((float(gradient.abs().max()) for gradient in before.values() if gradient.numel()), default=0.0)
@@ -192,14 +196,6 @@ class Search:
                 if not float((found - wanted).abs().max()) <= 100 * self.tolerance * size:
                     answer.append(name)
         return answer
-
-    def _refuse_untrained(self) -> None:
-        growing = {name for name, use in self.hypothesis.uses.items() if use.growing}
-        if growing and growing <= set(self.without_gradient()):
-            raise UserError(
-                "discover: what call(model) returns has no gradient with respect to a parameter that grows, so nothing "
-                "can be tested. Let it return what the model computes, with its graph"
-            )
 
     def has_fractions(self) -> bool:
         """Whether an axis grows by a factor that is not whole."""
@@ -311,7 +307,8 @@ def decide(hypothesis: Hypothesis, is_unchanged: Callable[[Collection[str]], boo
             return _flat(neither)
     # between two layers that are linear, either axis seems right
     either = [names for names in groups if names not in neither and is_right_turned(names)]
-    for turned in islice(_combinations(either), _MOST_COMBINATIONS):
+    several = (chosen for count in range(1, len(either) + 1) for chosen in combinations(either, count))
+    for turned in islice(several, _MOST_COMBINATIONS):
         for names in turned:
             _turn(hypothesis, names)
         if is_unchanged(summing):
@@ -342,11 +339,6 @@ def _turn(hypothesis: Hypothesis, names: Names) -> None:
     swapped: dict[Side, Side] = {"in": "out", "out": "in", None: None}
     for name in names:
         hypothesis.turn(name, tuple(swapped[side] for side in hypothesis.assumed[name].sides))
-
-
-def _combinations(groups: Sequence[Names]) -> Iterator[tuple[Names, ...]]:
-    for count in range(1, len(groups) + 1):
-        yield from combinations(groups, count)
 
 
 def _flat(groups: Sequence[Names]) -> Names:

@@ -259,13 +259,9 @@ def deep_config(
 ) -> PretrainedConfig:
     """A copy of `config` with a layer for each of `sources`, which is of the kind of that layer in `config`.
 
-    Args:
-        config: The configuration of the shallow model.
-        field: The path of the number of layers, such as `num_hidden_layers` or `text_config.num_hidden_layers`.
-        sources: For each layer of the deep model, the number of a layer of the shallow one.
-        others: Paths of numbers of other layers, which stay.
+    `field` is the path of the number of layers, such as `text_config.num_hidden_layers`; `others` are paths of numbers
+    of other layers, which stay.
 
-    Examples:
         >>> from transformers import Qwen2Config
         >>> kinds = ["sliding_attention", "full_attention"]
         >>> deep = deep_config(Qwen2Config(num_hidden_layers=2, layer_types=kinds), "num_hidden_layers", [0, 0, 1, 1])

@@ -149,7 +149,6 @@ def freeze_old_parameters(model: nn.Module, grown: str | Path | UpscaleReport | 
 
 
 def _record(grown: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record of a growth, read from its file. Raises a UserError if it is not one."""
     if isinstance(grown, str | Path):
         path = Path(grown) / GROWTH_FILE if Path(grown).is_dir() else Path(grown)
         try:
@@ -168,7 +167,6 @@ def _record(grown: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 def _read(
     grown: str | Path | UpscaleReport | Mapping[str, Any],
 ) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, Record], dict[str, tuple[int, ...]]]:
-    """Factors, widths and wide shapes by the names of parameters."""
     if isinstance(grown, UpscaleReport):
         shapes = {name: tuple(entry.wide_shape) for name, entry in grown.plan.parameters.items()}
         return _factors(grown.plan, grown.method), {}, shapes
@@ -191,7 +189,6 @@ def _numbers(factors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, fl
 
 
 def _remember(model: nn.Module, widths: dict[str, Record]) -> None:
-    """Leaves the records on the model, for `clip_grad_norm_`."""
     owner = model
     while not widths.keys() <= {name for name, _ in owner.named_parameters()}:
         children = list(owner.children())

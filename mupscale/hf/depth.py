@@ -36,7 +36,6 @@ MOST_PARAMETERS = 100_000_000
 """Of a model that is itself run to find how it grows, if there is no small one of its family."""
 
 FINDING = "finding how the model becomes deeper"
-"""What `watch` gets."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Deepening:
     field: str
     """Its path, such as `text_config.num_hidden_layers`."""
     lists: tuple[str, ...]
-    """The names of the lists of layers in the model."""
     sources: tuple[int, ...]
     """For each layer of the deep model, the number of a layer of the shallow one."""
     how: How
@@ -100,10 +98,7 @@ def find_deepenings(
     call: Call | None = None,
     watch: Watch = unwatched,
 ) -> list[Deepening]:
-    """How a model of `config` gets so many layers, found with small models of its family.
-
-    Raises a UserError if the choice cannot reach that number, and if it is `identity` and the layers cannot be it.
-    """
+    """How a model of `config` gets so many layers, found with small models of its family; else a UserError."""
     if how not in get_args(How):
         raise UserError(f"depth must be {', '.join(get_args(How))}; got {how!r}")
     lists = growing_lists(config, model_class)

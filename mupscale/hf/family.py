@@ -80,10 +80,7 @@ def found_between(
     watch: Watch = unwatched,
     config: PretrainedConfig | None = None,
 ) -> Found:
-    """How a model grows to a wide one of its family, on any device, found with small models of it.
-
-    `config` is that of the wide model without its new layers, if it has any.
-    """
+    """How a model grows to a wide one of its family; `config` is the wide one's without new layers, if it has any."""
     config = wide.config if config is None else config
     found = found_for(narrow.config, config, model_class=model_class, call=call, watch=watch)
     return found.resolved(narrow, wide, lambda: _cuts(narrow, config, call))
@@ -147,10 +144,7 @@ def _discovered(
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Small models are built and run as if the caller were not in the middle of something.
-
-    It may be building on another device, or in a step without gradients, or in autocast.
-    """
+    """Small models are built and run as if outside of the caller's device, autocast, or step without gradients."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
@@ -195,7 +189,6 @@ def build_small(model_class: Any, config: PretrainedConfig) -> Any:
 
 
 def _refuse_sizes(wide: Any, call: Call) -> None:
-    """Raises a UserError if the sizes of a wide model do not go together, such as its numbers of heads."""
     try:
         with torch.no_grad():
             call(float64_copy(wide).eval())

@@ -180,8 +180,6 @@ OTHER_WEIGHTS = {
 """Endings of files that hold weights of the narrow model, or may hold pickles."""
 
 CODE = {".bat", ".dll", ".dylib", ".exe", ".ipynb", ".js", ".ps1", ".py", ".pyc", ".pyd", ".sh", ".so", ".whl"}
-"""Endings of files that could be executed."""
-
 IMPLEMENTATIONS = (
     "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", "grouped_mm",
     "batched_mm",
@@ -199,7 +197,6 @@ class ModelFolder:
     path: Path
     config: "PretrainedConfig"
     settings: dict[str, Any]
-    """The content of config.json."""
     model_class: "type[PreTrainedModel]"
     tensors: dict[str, StoredTensor]
     """By name, in the order of the files."""
@@ -283,7 +280,6 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _refuse_code(file: Path, settings: Any) -> None:
-    """Raises a UserError where a configuration names code that is not part of transformers."""
     if isinstance(settings, list):
         for value in settings:
             _refuse_code(file, value)

@@ -65,7 +65,6 @@ def _inputs(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _field(config: Any, name: str) -> Any:
-    """A field of a configuration, or of one inside it."""
     inner = [getattr(config, part, None) for part in getattr(config, "sub_configs", {})]
     return next((found for part in (config, *inner) if (found := getattr(part, name, None)) is not None), None)
 
@@ -99,10 +98,7 @@ def logits_of(output: Any) -> Any:
 
 
 def difference(before: Any, after: Any) -> float | str:
-    """The largest difference of two models' outputs, in units of the largest output; or why there is none.
-
-    Logits are compared where there are any, otherwise the first output that does not grow.
-    """
+    """The largest difference of logits, or of the first output of one shape, relative to it; or why there is none."""
     before, after = _tensors(before), _tensors(after)
     kept = [name for name in before if name in after and before[name].shape == after[name].shape]
     if not kept:

@@ -45,16 +45,12 @@ class Part:
     starts: tuple[int, ...]
     """Where the tensor begins on each axis of the parameter."""
     is_whole: bool = False
-    """Whether the tensor is the parameter."""
 
 
 def growing_tensors(
     tensors: Mapping[str, StoredTensor], plan: Plan, narrow: "PreTrainedModel", wide: "PreTrainedModel"
 ) -> tuple[list[GrowingTensor], list[str]]:
-    """Every tensor of the new folder with the plan of its growth, and the names of those that the model does not use.
-
-    UserError, by name, if a tensor is not accounted for, or if the folder lacks a parameter of the model.
-    """
+    """Every tensor of the new folder with its growth, and the names that the model does not use; else a UserError."""
     places, unused = _places(tensors, narrow)
     grown: dict[str, list[tuple[str, Growth]]] = {}
     for entry in (*plan.parameters.values(), *plan.buffers.values()):
@@ -194,7 +190,6 @@ _KNOWN_STEPS = (
 
 
 def _part_of(entry: Growth, part: Part, tensor: StoredTensor, name: str) -> Growth:
-    """The plan of a tensor that is a part of a parameter."""
     kept = [axis for axis, own in enumerate(part.axes) if own is not None]
     layouts: list[Layout] = []
     for axis in kept:
@@ -237,7 +232,6 @@ def _layout_between(layout: Layout, start: int, length: int, name: str) -> Layou
 
 
 def _refuse_missing(found: set[str], plan: Plan, narrow: "PreTrainedModel") -> None:
-    """Raises a UserError if the folder lacks a parameter or saved buffer that a growth would have to write."""
     persistent = narrow.state_dict().keys()
     for entry in (*plan.parameters.values(), *plan.buffers.values()):
         names = [name for each in entry.names if (name := source_of(plan.layers, each)) in persistent]

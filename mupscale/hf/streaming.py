@@ -397,7 +397,6 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def refuse_non_finite(tensor: Tensor, name: str) -> None:
-    """Raises a UserError for a weight with NaN or infinite entries."""
     if not tensor.numel() or not tensor.is_floating_point():
         return
     if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):

@@ -212,7 +212,6 @@ def _refuse_method(method: GrowthMethod) -> None:
 
 
 def _refuse_full_disk(out: Path, job: _Job, files: list[NewFile]) -> None:
-    """Raises a UserError if the wide folder does not fit on the disk; runs before anything of it is written."""
     needed = sum(file.size for file in files) + SPARE_BYTES
     needed += sum(path.stat().st_size for path in job.folder.companions()) + len(written(job.record))
     left = shutil.disk_usage(out.parent).free
@@ -224,7 +223,6 @@ def _refuse_full_disk(out: Path, job: _Job, files: list[NewFile]) -> None:
 
 
 def _write_companions(partial: Path, job: _Job, files: list[NewFile], done: Written) -> None:
-    """Everything beside the weights."""
     if len(files) > 1:
         (partial / INDEX_FILE).write_text(index_text(files))
     for path in job.folder.companions():
@@ -273,7 +271,6 @@ def _checked_text(job: _Job, done: Written) -> str:
 
 
 def _layer(name: str) -> str:
-    """The name up to the number of its layer, or to its module."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])

@@ -120,10 +120,7 @@ class GrowthMethod(ABC):
         hints: Hints | None = None,
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Learns from batches how to grow `narrow`. Neither the models nor the global random state change.
-
-        `average` averages a gradient over the processes that fit together.
-        """
+        """Learns from batches how to grow `narrow`, changing neither model; `average` averages over processes."""
 
     def forget(self) -> None:  # noqa: B027
         """Drops what `fit` learned, once the weights are written."""

@@ -128,7 +128,6 @@ class _BelowTheWeights(Noise):
 
 
 def _growing(entry: Growth, side: Side) -> list[int]:
-    """The axes of a side that grow."""
     axes = zip(entry.layouts, entry.sides, strict=True)
     return [i for i, (layout, own) in enumerate(axes) if own == side and any(piece.factor > 1 for piece in layout)]
 

@@ -111,7 +111,6 @@ def norms_over_width(plan: Plan, narrow: nn.Module) -> Iterator[str]:
 
 
 def _declared(model: nn.Module) -> dict[str, dict[str, int]]:
-    """What model classes say in `width_groups`, with full names."""
     answer: dict[str, dict[str, int]] = {}
     for prefix, module in model.named_modules():
         for group, axes in (getattr(module, "width_groups", None) or {}).items():
@@ -122,7 +121,6 @@ def _declared(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def _members(method: str, plan: Plan, group: str, axes: Mapping[str, int]) -> dict[str, int]:
-    """The axis of every parameter in a group, by name."""
     members: dict[str, int] = {}
     for pattern, axis in axes.items():
         found = [name for name in plan.parameters if matches(name, pattern)]

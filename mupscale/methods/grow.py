@@ -232,10 +232,7 @@ def _write(
     seed: int,
     adds_later: bool,
 ) -> float | list[Any]:
-    """Writes a wide parameter, of which a sharded one has some rows on this rank; returns σ̄ of its noise.
-
-    Where a method or noise needs the whole parameter, it is made whole first.
-    """
+    """Writes a wide parameter, or this rank's rows of it, made whole first where need be; returns σ̄ of its noise."""
     if not entry.is_copied:
         if entry.fill is not None:
             target.fill_(entry.fill)
@@ -266,7 +263,6 @@ def _carry_gradient(target: Tensor, source: Tensor, entry: Growth, method: Growt
 
 
 def _refuse_without_values(plan: Plan, wide: nn.Module) -> None:
-    """Raises a UserError for a parameter that is to keep its initial values, and has none on the meta device."""
     for name, target in wide.named_parameters():
         if plan.parameters[name].kept and target.is_meta:
             raise UserError(
@@ -299,7 +295,6 @@ def as_list(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def _refuse_other_plan(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
-    """Raises a UserError if a plan is not one of these two models."""
     for name, model in (("narrow", narrow), ("wide", wide)):
         refuse_unless_model(name, model)
         planned = {key: getattr(entry, f"{name}_shape") for key, entry in plan.parameters.items()}

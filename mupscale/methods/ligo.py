@@ -87,10 +87,7 @@ class LiGO(GrowthMethod):
         hints: Hints | None = None,
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Learns the maps. `loss(model, batch)` is called with `wide` once a step; `batches` may be any number of them.
-
-        `wide` lends its modules only: it may be on the meta device.
-        """
+        """Learns the maps, a step for each batch; `wide` lends its modules only: it may be on the meta device."""
         refuse_unless_callable("LiGO: loss", loss, "lambda model, batch: loss of the batch")
         refuse_unless_iterable("LiGO: batches", batches, "batches, as loss takes them")
         self.forget()
@@ -246,7 +243,6 @@ def _descend(
     rates: list[dict[str, Any]],
     average: Callable[[Tensor], Tensor] | None,
 ) -> list[float]:
-    """Moves the tensors by Adam, a step for each batch; returns the losses."""
     optimizer = torch.optim.Adam(rates)
     losses = []
     for batch in batches:
@@ -260,7 +256,6 @@ def _descend(
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches, again and again."""
     while True:
         empty = True
         for batch in batches:

@@ -293,10 +293,7 @@ def save_constants(constants: Constants, path: str | Path, centred: bool = False
 
 
 def is_noisy(entry: Growth, where: Mapping[str, bool] | None = None, centred: bool = False) -> bool:
-    """Whether a parameter gets noise: by the default rule, or by the last matching pattern of `where`.
-
-    Centred noise goes only to parameters that sum over copies, whatever `where` says.
-    """
+    """Whether a parameter gets noise, by default or by `where`; centred noise only if it sums over copies."""
     if centred and entry.copies_summed == 1:
         return False
     answer = entry.kind == "weight" and entry.role != "scalar" and not entry.zero_initialised
@@ -322,10 +319,7 @@ def may_overflow(level: float, dtype: torch.dtype) -> bool:
 def add_noise_(
     target: Tensor, entry: Growth, noise: Noise, narrow: Tensor, seed: int, rows: slice | None = None
 ) -> float | list[Any]:
-    """Adds `noise` to the widened `target` in place; returns σ̄, ready to be saved.
-
-    `target` may be some `rows` of the parameter alone, unless the noise `reads_widened`; the draw is of all of them.
-    """
+    """Adds noise to `target`, or to `rows` of it unless the noise `reads_widened`; returns σ̄, ready to be saved."""
     if not noise.applies(entry):
         return 0.0
     delta, constant = _drawn(target, entry, noise, narrow, seed)

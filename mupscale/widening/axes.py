@@ -60,10 +60,6 @@ LayoutSpec = int | Sequence[Sequence[int]]
 """What a user writes for an axis: a block length, or a list of (length, block, factor)."""
 
 
-def interleaved(length: int, factor: int) -> Layout:
-    return (Piece(length, 1, factor),)
-
-
 def evenly(narrow: int, wide: int, block: int = 1) -> Layout:
     """The layout of an axis whose units, `block` entries each, grow by wide / narrow, whole or not.
 
@@ -252,12 +248,9 @@ class _Runs(NamedTuple):
     """The copies of all blocks of an axis, in the order of the wide axis; one number for each copy."""
 
     source: Tensor
-    """Where the block begins in the narrow axis."""
     start: Tensor
-    """Where its copy begins in the wide axis."""
     length: Tensor
     copy: Tensor
-    """Which copy of the block it is."""
 
 
 def _runs(layout: Layout) -> _Runs:

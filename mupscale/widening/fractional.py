@@ -25,15 +25,6 @@ from mupscale.widening.growth import Growth
 from mupscale.widening.pairing import Pairing
 
 
-def refuse_averages(pairing: Pairing, entries: Mapping[str, Growth], given: Mapping[str, set[int]]) -> None:
-    """Raises a UserError if a module would weight units by their number of copies.
-
-    `given` are the axes whose pieces are given, by name.
-    """
-    _refuse_norms(pairing, entries, given)
-    _refuse_larger_heads(pairing, entries)
-
-
 def refuse_one_sided(entries: Mapping[str, Growth], given: Mapping[str, set[int]]) -> None:
     """Raises a UserError for an axis that grows by a fraction by which no units grow that are produced and read.
 
@@ -62,12 +53,6 @@ def refuse_buffer(buffer: Growth, entries: Mapping[str, Growth], given: Mapping[
             raise _no_whole_factor(buffer, axis, "no parameter has")
 
 
-def in_whole_groups(norm: nn.GroupNorm, entry: Growth) -> bool:
-    """Whether the groups of a GroupNorm are duplicated as wholes, so that each is normalised as before."""
-    channels = norm.num_channels // norm.num_groups
-    return all(piece.block == channels for piece in entry.layouts[0])
-
-
 def _no_whole_factor(entry: Growth, axis: int, missing: str) -> UserError:
     narrow, wide = entry.narrow_shape, entry.wide_shape
     return UserError(
@@ -78,7 +63,8 @@ def _no_whole_factor(entry: Growth, axis: int, missing: str) -> UserError:
     )
 
 
-def _refuse_norms(pairing: Pairing, entries: Mapping[str, Growth], given: Mapping[str, set[int]]) -> None:
+def refuse_norms(pairing: Pairing, entries: Mapping[str, Growth], given: Mapping[str, set[int]]) -> None:
+    """Raises a UserError if a norm would weight units by their copies. `given` are axes whose pieces are given."""
     for name, before, after in pairing.modules:
         own = [f"{name}.{attribute}".removeprefix(".") for attribute, _ in before.named_parameters(recurse=False)]
         if any(given.get(parameter) and not parameter.endswith("bias") for parameter in own):
@@ -107,7 +93,7 @@ def _weighs_by_copies(name: str, module: nn.Module, narrow: int, wide: int) -> U
     )
 
 
-def _refuse_larger_heads(pairing: Pairing, entries: Mapping[str, Growth]) -> None:
+def refuse_larger_heads(pairing: Pairing, entries: Mapping[str, Growth]) -> None:
     """Raises a UserError if the size of heads grows by a fraction: logits would weight entries by their copies."""
     for name, before, after in pairing.modules:
         heads = modules.kept_heads(before, after)

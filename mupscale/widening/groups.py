@@ -4,7 +4,7 @@ continues a run."""
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -40,7 +40,6 @@ class Source(NamedTuple):
     group: int
     """The index of its group in the narrow optimizer."""
     factor: float
-    """What its rate is multiplied by."""
 
 
 def split_groups(
@@ -146,10 +145,7 @@ _SCHEDULED = [key for key in LEARNING_RATES if key not in ("lr", "initial_lr")]
 
 
 def continue_settings_(group: Group, source: Group, keys: Iterable[str]) -> None:
-    """Gives a group the hyperparameters of the continued group `source`, except the rate.
-
-    Values that agree but for rounding stay as they are.
-    """
+    """Gives a group the hyperparameters of the continued `source`, except the rate and what differs by rounding."""
     for key in keys:
         if key in group and key in source and key not in _NOT_CONTINUED and not _agree(group[key], source[key]):
             group[key] = copy.copy(source[key])
@@ -163,7 +159,6 @@ def continue_scheduled_rates_(group: Group, source: Group, ratio: float) -> None
 
 
 def _agree(a: Any, b: Any) -> bool:
-    """Whether two hyperparameters are equal but for rounding."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(map(_agree, a, b))
     if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -173,20 +168,24 @@ def _agree(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def _continued(
+    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, rates_of: RatesOf
+) -> Iterator[tuple[int, Group, str, Tensor, Scaling]]:
+    """Of each parameter: its narrow group, its name, the wide one, and what its hyperparameters are multiplied by."""
+    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers)
+    names, rule, wide_named = names_by_id(narrow), rule_of(narrow_opt), dict(wide.named_parameters())
+    for index, group in enumerate(narrow_opt.param_groups):
+        for parameter in group["params"]:
+            entry = plan.parameters[names[id(parameter)]]
+            yield index, group, entry.name, wide_named[entry.name], rule.scale(group, rates_of(entry))
+
+
 def sources_of(
     plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, rates_of: RatesOf = table_rates
 ) -> dict[int, Source]:
     """Which group of `narrow_opt` each wide parameter continues, and by which factor of the rate; by its identity."""
-    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers)
-    names = names_by_id(narrow)
-    wide_named = dict(wide.named_parameters())
-    rule = rule_of(narrow_opt)
-    answer: dict[int, Source] = {}
-    for index, group in enumerate(narrow_opt.param_groups):
-        for parameter in group["params"]:
-            entry = plan.parameters[names[id(parameter)]]
-            answer[id(wide_named[entry.name])] = Source(index, rule.scale(group, rates_of(entry)).lr)
-    return answer
+    rows = _continued(plan, narrow, narrow_opt, wide, rates_of)
+    return {id(target): Source(index, scaling.lr) for index, _, _, target, scaling in rows}
 
 
 def refuse_uneven_groups(continued: list[Group], wide: nn.Module, wide_opt: Optimizer) -> None:
@@ -241,24 +240,15 @@ def off_the_rule(
     wide_opt: Optimizer,
     rates_of: RatesOf = table_rates,
 ) -> list[str]:
-    """A note on each hyperparameter of `wide_opt` that does not follow from `narrow_opt`.
-
-    One common change of a base constant is a choice, and gets no note.
-    """
-    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers)
-    rule, wide_named = rule_of(narrow_opt), dict(wide.named_parameters())
+    """A note on each hyperparameter that does not follow from `narrow_opt`, other than by one common factor."""
     group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
-    names = names_by_id(narrow)
     ratios: dict[str, dict[float, str]] = {"lr": {}, "eps": {}, "weight_decay": {}}
-    for group in narrow_opt.param_groups:
-        for parameter in group["params"]:
-            entry = plan.parameters[names[id(parameter)]]
-            wide_group = group_of.get(id(wide_named[entry.name]))
-            scaling = rule.scale(group, rates_of(entry))
-            for key, factor in scaling._asdict().items():
-                if wide_group is not None and is_nonzero(group.get(key)) and is_nonzero(wide_group.get(key)):
-                    ratio = float(wide_group[key]) / (float(group[key]) * factor)
-                    ratios[key].setdefault(float(f"{ratio:.6g}"), entry.name)
+    for _, group, name, target, scaling in _continued(plan, narrow, narrow_opt, wide, rates_of):
+        wide_group = group_of.get(id(target), {})
+        for key, factor in scaling._asdict().items():
+            if is_nonzero(group.get(key)) and is_nonzero(wide_group.get(key)):
+                ratio = float(wide_group[key]) / (float(group[key]) * factor)
+                ratios[key].setdefault(float(f"{ratio:.6g}"), name)
     return [
         f"wide_opt: {key} is {' and '.join(f'{ratio:g} times (of {name})' for ratio, name in found.items())} what "
         "continues the narrow run, so the ratio differs between parameters. Scale it with apply_mup, or pass "

@@ -108,10 +108,7 @@ class Growth:
 
     @property
     def copies_summed(self) -> int:
-        """The largest number of copies of one input unit that the layer adds up; 1 where it adds up none.
-
-        1, too, under a norm, which noise changes even where it cancels out in the sum.
-        """
+        """The largest number of copies of an input unit that the layer adds up; 1 under a norm, or without any."""
         if self.normed:
             return 1
         return math.prod(max(piece.factor for piece in self.layouts[axis]) for axis in self.summed_axes)

@@ -148,7 +148,6 @@ def _matches(
 
 
 def _declared(pairing: Pairing, attribute: str) -> Iterator[tuple[str, Any]]:
-    """What model classes say, by full name pattern."""
     for prefix, module, wide_twin in pairing.modules:
         mapping = getattr(module, attribute, None) or {}
         if callable(mapping):
@@ -177,11 +176,6 @@ One tensor cannot be both duplicated and divided by the width factor. Remedies:
 - give the readout a 1/width multiplier: mupscale.Readout with set_base_shapes, its weight tied to the embedding;
 - let the last norm before the readout carry the factor: hints=Hints(roles={{"<last norm>.*": "readout"}});
 - or untie the two."""
-
-_UNKNOWN = """parameter {name!r} {narrow} → {wide} grows along {count} axes, and its module ({module}) does not \
-determine which is summed over.
-Give its role: hints=Hints(roles={{"{name}": "matrix"}}) for (out, in), "transposed_matrix" for (in, out), \
-"vector" if both are produced."""
 
 
 def _sides_found(pairing: Pairing, use: Use, carried: Iterable[float], averaging: bool) -> tuple[Side, ...]:
@@ -215,10 +209,7 @@ def _sides_found(pairing: Pairing, use: Use, carried: Iterable[float], averaging
 
 
 def all_sides(pairing: Pairing, role_of: Mapping[str, Role], *, averaging: bool = False) -> dict[str, tuple[Side, ...]]:
-    """The sides of every parameter, by name.
-
-    With `averaging`, muP readouts count as averaging ones even if their multiplier is not set yet.
-    """
+    """The sides of every parameter; with `averaging`, muP readouts average before their multiplier is set."""
     given: dict[str, tuple[Side, ...]] = {}
     carried: set[float] = set()
     for use in pairing.uses:
@@ -267,13 +258,10 @@ def _sides_of_module(
     if known is None:
         if len(width) > 1:
             raise UserError(
-                _UNKNOWN.format(
-                    name=use.name,
-                    narrow=use.narrow_shape,
-                    wide=use.wide_shape,
-                    count=len(width),
-                    module=type(before).__name__,
-                )
+                f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape} grows along {len(width)} axes, and its "
+                f"module ({type(before).__name__}) does not determine which is summed over.\nGive its role: "
+                f'hints=Hints(roles={{"{use.name}": "matrix"}}) for (out, in), "transposed_matrix" for (in, out), '
+                '"vector" if both are produced.'
             )
         known = modules.all_produced(use.narrow)
     elif modules.group_count(before) != modules.group_count(after):

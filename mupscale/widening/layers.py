@@ -191,7 +191,6 @@ def _segment(start: int, old: int, new: int, how: How) -> list[int] | None:
 
 
 def _runs(layers: Iterable[nn.Module]) -> list[int]:
-    """How many layers of the same parts follow each other."""
     return [len(list(run)) for _, run in groupby(layers, key=_parts)]
 
 

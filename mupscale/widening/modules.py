@@ -162,7 +162,6 @@ def own_blocks(narrow: nn.Module, wide: nn.Module) -> dict[str, dict[int, Layout
 
 
 def _group_channels(module: nn.Module) -> tuple[int, int]:
-    """Input and output channels of one group."""
     if isinstance(module, ConvNd):
         return module.in_channels // module.groups, module.out_channels // module.groups
     return (channels_of_a_group(module),) * 2
@@ -217,11 +216,6 @@ def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
             f"{_group_channels(wide)}). Do it in two upscales, one of each"
         )
     return None
-
-
-def unsaved_parameters(model: nn.Module) -> set[str]:
-    """The parameters that a model of the transformers library leaves out of what it saves."""
-    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def growing_heads(narrow: nn.Module, wide: nn.Module, *, of_configuration: bool = True) -> str | None:
@@ -281,7 +275,6 @@ class WeightNorm(NamedTuple):
     """The norm of one weight of a layer."""
 
     layer: str
-    """The name of the module."""
     attribute: str
     """Of the weight."""
     gain: str
@@ -337,10 +330,7 @@ def _has_only_weight_norms(module: nn.Module) -> bool:
 
 
 def why_reparametrised(name: str, module: nn.Module, *, weight_norm: bool) -> str | None:
-    """Why the parameters of this module are not its weights, with the remedy; None where they are.
-
-    None, too, where `weight_norm` allows for it and nothing else is in the way.
-    """
+    """Why parameters of this module are not its weights, but for an allowed `weight_norm`; None where they are."""
     hooks = {type(hook).__name__ for hook in forward_pre_hooks(module)}
     if not parametrize.is_parametrized(module) and not hooks & {"WeightNorm", "SpectralNorm"}:
         return None

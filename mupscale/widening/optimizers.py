@@ -185,10 +185,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
 
 
 def registered_optimizer(class_path: str) -> type:
-    """The registered optimizer class with this import path. Nothing is imported to find it.
-
-    `registered_optimizer("torch.optim.adamw.AdamW")` is `torch.optim.AdamW`.
-    """
+    """The registered class with this path, such as torch.optim.adamw.AdamW; nothing is imported to find it."""
     for kind in _REGISTRY:
         if f"{kind.__module__}.{kind.__qualname__}" == class_path:
             return kind

@@ -58,21 +58,15 @@ class Pairing:
         self.modules = _pair_modules(narrow, wide)
         self.weight_norms = weight_norms(found) if (found := self._reparametrised()) else []
         self.uses = _pair_parameters(self.modules, self.weight_norms, narrow, wide)
-        self._first_names = {alias: use.name for use in self.uses for alias in use.names}
+        self.parameter_names = {alias: use.name for use in self.uses for alias in use.names}
+        """Every name a parameter goes by, and the first of them."""
         self.buffers = _pair_buffers(narrow, wide)
         self.width_axes = {**_known_width_axes(narrow), **_known_width_axes(wide), **(width_axes or {})}
 
-    def parameter_names(self) -> dict[str, str]:
-        """Every name a parameter goes by, and the first of them."""
-        return self._first_names
-
     def names_of_weights(self, *, scaled: bool = False) -> dict[str, str]:
-        """`parameter_names`, and the names that normalised weights would have without the norm.
-
-        Such a name means v, which has the axes of the weight, or g, by which it is `scaled`.
-        """
+        """`parameter_names`, and those that normalised weights would have: they mean v, or g if `scaled`."""
         of_norms = {norm.weight: norm.gain if scaled else norm.direction for norm in self.weight_norms}
-        return self._first_names | {name: self._first_names[meant] for name, meant in of_norms.items()}
+        return self.parameter_names | {name: self.parameter_names[meant] for name, meant in of_norms.items()}
 
     def width_of(self, use: Use) -> list[int]:
         """The width axes of a parameter: those that grow, and those in the muP table."""
@@ -91,20 +85,16 @@ class Pairing:
             if reason:
                 raise UserError(reason)
 
-    def refuse_unsaved_parameters(self) -> None:
-        """Raises a UserError for a growing parameter that the model computes from its sizes whenever it is loaded."""
+    def refuse_inexact_modules(self) -> None:
+        self.refuse_reparametrised(weight_norm=True)
         model = self.modules[0][1]
-        unsaved = modules.unsaved_parameters(model)
+        unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # of the transformers library
         for use in self.uses:
             if use.growing and any(name in unsaved for name in use.names):
                 raise UserError(
                     f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape} cannot be widened: "
                     f"{type(model).__name__} does not save it, and computes it again when the wide model is loaded"
                 )
-
-    def refuse_inexact_modules(self) -> None:
-        self.refuse_reparametrised(weight_norm=True)
-        self.refuse_unsaved_parameters()
         for name, before, after in self.modules:
             reason = modules.why_quantised(name or "(the model)", before)
             reason = reason or modules.why_not_exact(name or "(the model)", before, after)
@@ -113,7 +103,6 @@ class Pairing:
 
 
 def refuse_lazy(*models: nn.Module) -> None:
-    """Raises a UserError if a tensor of a model has no shape yet."""
     for model in models:
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
             lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
@@ -125,7 +114,6 @@ def refuse_lazy(*models: nn.Module) -> None:
 
 
 def refuse_scripted(name: str, model: nn.Module) -> None:
-    """Raises a UserError if a part of a model is a script, whose module types are not known."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UserError(
             f"{name} is compiled by torch.jit, which hides what it computes. Pass the model as it was before"

@@ -79,7 +79,7 @@ def plan_layers(narrow: nn.Module, wide: nn.Module, layers: depths.Layers, hints
     hinted = match_hints(pairing, hints)
     sides = all_sides(pairing, hinted.roles)
     rescale = hinted.rescale | _rescale_of_gains(pairing, sides, hinted.rescale)
-    directions = {pairing.parameter_names()[norm.direction] for norm in pairing.weight_norms}
+    directions = {pairing.parameter_names[norm.direction] for norm in pairing.weight_norms}
     implied = _implied_blocks(pairing)
     layouts: dict[str, tuple[Layout, ...]] = {}
     in_pieces: dict[str, set[int]] = {}
@@ -98,7 +98,8 @@ def plan_layers(narrow: nn.Module, wide: nn.Module, layers: depths.Layers, hints
     growths = {name: deepened(growth, layers, shallow, wide, hints.residual) for name, growth in growths.items()}
     is_fractional = any(growth.fractional_axes for growth in growths.values())
     if is_fractional:
-        fractional.refuse_averages(pairing, growths, in_pieces)
+        fractional.refuse_norms(pairing, growths, in_pieces)
+        fractional.refuse_larger_heads(pairing, growths)
     for use in pairing.uses:
         _refuse_tied(use, growths[use.name])
         _refuse_growth(use, growths[use.name])
@@ -143,7 +144,7 @@ def _rescale_of_gains(
     pairing: Pairing, sides: Mapping[str, tuple[Side, ...]], given: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
     """What the gains of normalised weights are multiplied by, times what is given."""
-    names, uses = pairing.parameter_names(), {use.name: use for use in pairing.uses}
+    names, uses = pairing.parameter_names, {use.name: use for use in pairing.uses}
     answer = {}
     for norm in pairing.weight_norms:
         direction, gain = uses[names[norm.direction]], names[norm.gain]
@@ -202,7 +203,6 @@ def _summed_axes(use: Use, sides: tuple[Side, ...]) -> tuple[int, ...]:
 
 
 def _refuse_tied(use: Use, entry: Growth) -> None:
-    """Raises a UserError for an embedding tied to a muP readout whose units have unequal numbers of copies."""
     mixed = {axis for axis, layout in enumerate(entry.layouts) if is_mixed(layout)}
     is_read = any(modules.is_readout(module) and attribute == "weight" for _, module, _, attribute in use.owners)
     if is_read and not mixed <= set(entry.summed_axes):
@@ -215,15 +215,11 @@ def _refuse_tied(use: Use, entry: Growth) -> None:
 
 def _refuse_growth(use: Use, entry: Growth) -> None:
     _, owner, _, _ = use.owners[0]
-    if entry.scale.weight < 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
+    is_scaled = entry.scale.weight < 1 or entry.rescale != 1
+    if is_scaled and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
         raise UserError(
             f"{use.name!r} {use.narrow_shape} → {use.wide_shape} holds whole numbers ({use.narrow.dtype}), which "
-            f"cannot be divided by {1 / entry.scale.weight:g}. Give both models floating-point weights"
-        )
-    if entry.rescale != 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
-        raise UserError(
-            f"rescale: {use.name!r} holds whole numbers ({use.narrow.dtype}), which cannot be multiplied by "
-            f"{entry.rescale:g}. Give both models floating-point weights"
+            f"cannot be multiplied by {entry.scale.weight:g}. Give both models floating-point weights"
         )
     refuse_uneven_shift(entry)
     if entry.normed and entry.mixed:
@@ -238,7 +234,9 @@ def _refuse_growth(use: Use, entry: Growth) -> None:
             "quantise the wide one"
         )
     _refuse_cut_off(use.name, use.narrow, use.wide)
-    whole_groups = isinstance(owner, nn.GroupNorm) and fractional.in_whole_groups(owner, entry)
+    whole_groups = isinstance(owner, nn.GroupNorm) and all(
+        piece.block == modules.channels_of_a_group(owner) for piece in entry.layouts[0]
+    )
     if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) and not whole_groups:
         raise UserError(
             f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors, which "
@@ -247,7 +245,6 @@ def _refuse_growth(use: Use, entry: Growth) -> None:
 
 
 def _refuse_cut_off(name: str, narrow: Tensor, wide: Tensor) -> None:
-    """Raises a UserError if values of the narrow model would lose their fractions, or their imaginary parts."""
     if not torch.can_cast(narrow.dtype, wide.dtype):
         raise UserError(
             f"{name!r} holds {narrow.dtype} in the narrow model and {wide.dtype} in the wide one, which would cut off "
@@ -256,7 +253,6 @@ def _refuse_cut_off(name: str, narrow: Tensor, wide: Tensor) -> None:
 
 
 def refuse_uneven_shift(entry: Growth) -> None:
-    """Raises a UserError for an affine unit of a parameter whose entries are divided by different numbers."""
     uneven = any(axis.relative_side == "in" and (axis.shares or is_mixed(axis.pieces)) for axis in entry.axes)
     if entry.offset and uneven:
         raise UserError(
@@ -312,8 +308,8 @@ def _inherited(
     """A bias, or a norm's shift, is duplicated as the rows of the weight beside it; a weight norm's gain, as its v."""
     module_name, _, _, attribute = use.owners[0]
     for norm in pairing.weight_norms:
-        if use.growing and use.name == pairing.parameter_names()[norm.gain]:
-            layout = layouts[pairing.parameter_names()[norm.direction]]
+        if use.growing and use.name == pairing.parameter_names[norm.gain]:
+            layout = layouts[pairing.parameter_names[norm.direction]]
             return {axis: [tuple(piece) for piece in layout[axis]] for axis in use.growing}
     if "bias" not in attribute or len(use.narrow_shape) != 1:
         return {}
@@ -342,7 +338,6 @@ def _merge(block_of: Mapping[str, Mapping[int, LayoutSpec]], names: Iterable[str
 
 
 def _implied_blocks(pairing: Pairing) -> dict[str, dict[int, LayoutSpec]]:
-    """What module types imply, by tensor name."""
     answer: dict[str, dict[int, LayoutSpec]] = {}
     names = pairing.names_of_weights()
     for prefix, before, after in pairing.modules:

@@ -70,10 +70,7 @@ def check_transfer(
     strangers = {id(p) for p in narrow_opt.state} - {id(p) for g in narrow_opt.param_groups for p in g["params"]}
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in narrow_opt.state if id(p) in strangers)
-        raise UserError(
-            f"the optimizer has state for parameters (of shape {shapes}) that are in none of its groups: remove the "
-            "state, or add them to a group"
-        )
+        raise UserError(f"the optimizer has state for parameters (of shape {shapes}) that are in none of its groups")
     refuse_non_finite_state(narrow, narrow_opt)
     if wide_opt is None:
         try:
@@ -121,11 +118,6 @@ def refuse_bad_levels(optimizer: Optimizer) -> None:
                     refuse_unless_level(f"{key} of {type(optimizer).__name__}", number)
 
 
-def table_scale(growth: Growth) -> Scale:
-    """The scale of duplication."""
-    return growth.scale
-
-
 def transfer_state(
     plan: Plan,
     narrow: nn.Module,
@@ -134,15 +126,12 @@ def transfer_state(
     wide_opt: Optimizer,
     *,
     consume: bool,
-    state: StateRule = "carry",
-    rewarm_steps: int = 0,
-    scale_of: Callable[[Growth], Scale] = table_scale,
-    to_copies: bool = True,
+    state: StateRule,
+    rewarm_steps: int,
+    scale_of: Callable[[Growth], Scale],
+    to_copies: bool,
 ) -> None:
-    """Moves state by parameter name, by a state rule; with `consume`, freeing the narrow tensors one by one.
-
-    Without `to_copies` only the first copy of each entry gets it, and the others are zero.
-    """
+    """Moves state by name and state rule, freeing it by `consume`; without `to_copies`, to first copies only."""
     given = narrow_opt
     narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers, copies_state=state == "carry")
     if consume and narrow_opt is not given:
@@ -217,7 +206,6 @@ def births_of(
 def _reset_new_copies(
     plan: Plan, wide_named: dict[str, nn.Parameter], wide_opt: Optimizer, rule: OptimizerRule
 ) -> None:
-    """Sets the state of new copies to zero."""
     name_of = {id(parameter): name for name, parameter in wide_named.items()}
     for group in wide_opt.param_groups:
         for parameter in group["params"]:

@@ -133,7 +133,6 @@ class Records:
     """Those of a module, by the names of its parameters."""
 
     ATTRIBUTE: ClassVar[str] = "_mupscale_records"
-    """Of the module."""
     mup: bool
     """Whether hyperparameters follow muP from these widths; if not, they are only remembered for clipping."""
     by_name: dict[str, Record] = field(default_factory=dict)

@@ -28,7 +28,6 @@ class Scale(NamedTuple):
 
 
 NOTHING = Scale()
-"""Of what does not grow."""
 
 
 def scale_of_axis(side: Side, copies: float, factor: float, share: float = 1.0) -> Scale:

@@ -46,7 +46,6 @@ def widen_gradient_(target: Tensor, source: Tensor, growth: Growth) -> None:
 def _duplicate_scaled_(
     target: Tensor, source: Tensor, growth: Growth, column: Literal["weight", "gradient"], rows: slice | None = None
 ) -> None:
-    """Duplicates a tensor, scaled entry by entry by one column of Table 1."""
     rescale = getattr(table.deeper(table.rescaled(table.NOTHING, growth.rescale), growth.branch, 1), column)
     duplicate_(target, source, growth.layouts, growth.by_piece(column), rescale, rows)
     for number, axis in enumerate(growth.axes):
@@ -164,7 +163,6 @@ def _entries(entry: Growth, old: Record) -> tuple[tuple[int, Side, tuple[float, 
 
 
 Rebuild = Callable[[], nn.Module]
-"""Builds the wide model again, on the CPU."""
 
 
 def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuild | None = None) -> None:
@@ -205,7 +203,6 @@ def wide_buffers(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuil
 
 
 def refuse_unknown_buffers(plan: Plan, wide: nn.Module, rebuild: Rebuild | None) -> None:
-    """Raises a UserError for a growing buffer that is not saved, where the wide model has no value for it."""
     for name, target in wide.named_buffers():
         entry = plan.buffers[name]
         if entry.kept and entry.grows and rebuild is None and not _has_value(target):
@@ -217,7 +214,6 @@ def refuse_unknown_buffers(plan: Plan, wide: nn.Module, rebuild: Rebuild | None)
 
 
 def refuse_other_shapes(rebuilt: dict[str, Tensor], wide: nn.Module) -> None:
-    """Raises a UserError if these are not the buffers of the wide model."""
     for name, target in wide.named_buffers():
         if name not in rebuilt or rebuilt[name].shape != target.shape:
             raise UserError(
@@ -260,10 +256,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def carry_frozen_(narrow: nn.Module, wide: nn.Module) -> list[str]:
-    """Freezes in the wide model what is frozen in the narrow one, and nothing else.
-
-    Returns a note for each parameter that was frozen in the wide model alone.
-    """
+    """Freezes in `wide` exactly what is frozen in `narrow`; returns notes on what was frozen in `wide` alone."""
     notes = []
     targets = dict(wide.named_parameters())
     for name, source in narrow.named_parameters():
@@ -322,10 +315,7 @@ def first_non_finite(named: Iterable[Named], *, infinite_allowed: bool = False) 
 
 
 def refuse_non_finite_model(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
-    """Raises a UserError if the narrow model has NaN or infinite entries, or weights that overflow the wide dtype.
-
-    A buffer without a width axis may hold infinities, as an attention mask does, but no NaN.
-    """
+    """Raises a UserError for NaN or infinite entries (in buffers without width, only NaN), and for an overflow."""
     parameters = [(name, p) for name, p in narrow.named_parameters() if is_inexact(p)]
     buffers = [(name, b) for name, b in narrow.named_buffers() if is_inexact(b)]
     if any(tensor.is_meta for _, tensor in (*parameters, *buffers)):

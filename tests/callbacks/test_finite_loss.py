@@ -11,7 +11,7 @@ from torch import Tensor
 from training_runs import TREESPEC_WARNING, fit
 
 from mupscale.callbacks import fast_loop
-from mupscale.callbacks.curves import Curves, NonFiniteLoss, RecentLosses
+from mupscale.callbacks.curves import Curves, NonFiniteLoss, first_bad
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import step_kind
@@ -20,14 +20,10 @@ pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
 
 
 def test_the_first_bad_loss_is_found_with_its_place() -> None:
-    recent = RecentLosses()
-    assert recent.first_bad() is None
-    for step, loss in enumerate([1.0, 2.0, math.inf, math.nan]):
-        recent.add(step, 8 if step < 2 else 16, torch.tensor(loss))
-    assert recent.first_bad() == (2, 16, math.inf)
-    recent.clear()
-    assert recent.first_bad() is None
-    assert len(recent) == 0
+    assert first_bad([]) is None
+    losses = [torch.tensor(loss) for loss in (1.0, 2.0, math.inf, math.nan)]
+    assert first_bad([(step, 8 if step < 2 else 16, loss) for step, loss in enumerate(losses)]) == (2, 16, math.inf)
+    assert first_bad([(0, None, losses[0])]) is None
 
 
 class Replayed:

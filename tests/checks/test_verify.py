@@ -14,8 +14,7 @@ from tiers import slow_except
 from torch import Tensor, nn
 
 import mupscale
-from mupscale.checks.verdict import TOLERANCE, TOLERANCE_FLOAT32
-from mupscale.checks.verify import WARM_UP
+from mupscale.checks.verify import TOLERANCE, TOLERANCE_FLOAT32, WARM_UP
 from mupscale.errors import UserError
 from mupscale.widening import optimizers, state, table, write
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from mupscale.widening.axes import Layout, Piece, duplicate, duplicate_, interleaved, parse_layout, wide_length
+from mupscale.widening.axes import Layout, Piece, duplicate, duplicate_, parse_layout, wide_length
 
 
 def test_interleaved_is_repeat_interleave():
     x = torch.randn(3, 4)
-    got = duplicate(x, [interleaved(3, 2), interleaved(4, 3)])
+    got = duplicate(x, [(Piece(3, 1, 2),), (Piece(4, 1, 3),)])
     assert torch.equal(got, x.repeat_interleave(2, 0).repeat_interleave(3, 1))
 
 
@@ -33,14 +33,14 @@ def test_scales_apply_per_piece():
 
 def test_scaling_happens_in_the_wider_dtype():
     target = torch.empty(2, dtype=torch.float64)
-    duplicate_(target, torch.tensor([1.0]), [interleaved(1, 2)], [[1 / 3]])
+    duplicate_(target, torch.tensor([1.0]), [(Piece(1, 1, 2),)], [[1 / 3]])
     assert target.tolist() == [1 / 3, 1 / 3]
 
 
 def test_memory_formats_and_scalars():
     x = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     target = torch.empty(4, 9, 4, 4).contiguous(memory_format=torch.channels_last)
-    layouts = [interleaved(2, 2), interleaved(3, 3), (Piece(4, 4, 1),), (Piece(4, 4, 1),)]
+    layouts = [(Piece(2, 1, 2),), (Piece(3, 1, 3),), (Piece(4, 4, 1),), (Piece(4, 4, 1),)]
     duplicate_(target, x, layouts)
     assert torch.equal(target, x.repeat_interleave(2, 0).repeat_interleave(3, 1))
     assert duplicate(torch.tensor(7), []).item() == 7

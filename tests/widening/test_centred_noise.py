@@ -19,7 +19,7 @@ from mupscale.methods.grow import UpscaleReport
 from mupscale.methods.noise import Noise, save_constants
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
-from mupscale.widening.axes import centre_, duplicate, interleaved, parse_layout
+from mupscale.widening.axes import Piece, centre_, duplicate, parse_layout
 
 NOISES: dict[str, Callable[[], Noise]] = {
     "additive": lambda: mupscale.AdditiveNoise(0.1, centred=True),
@@ -232,7 +232,7 @@ def test_signal_noise_is_a_fraction_of_the_signal_per_kernel_position():
 
 def test_centring_follows_the_layout():
     generator = torch.Generator().manual_seed(0)
-    rows, columns = interleaved(2, 2), parse_layout([(4, 2, 3), (2, 2, 2), (1, 1, 1)], 7, 17)
+    rows, columns = (Piece(2, 1, 2),), parse_layout([(4, 2, 3), (2, 2, 2), (1, 1, 1)], 7, 17)
     draw = torch.randn(4, 17, generator=generator, dtype=torch.float64)
     noise = draw.clone()
     centre_(noise, [rows, columns], [1])
