@@ -70,7 +70,10 @@ def check_transfer(
     strangers = {id(p) for p in narrow_opt.state} - {id(p) for g in narrow_opt.param_groups for p in g["params"]}
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in narrow_opt.state if id(p) in strangers)
-        raise UserError(f"the optimizer has state for parameters (of shape {shapes}) that are in none of its groups")
+        raise UserError(
+            f"the optimizer has state for parameters (of shape {shapes}) that are in none of its groups: remove the "
+            "state, or add them to a group"
+        )
     refuse_non_finite_state(narrow, narrow_opt)
     if wide_opt is None:
         try:
