@@ -15,7 +15,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """Raises a UserError of one line where argparse would print its usage and exit."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self.register("type", int, _whole_number)
 
     def error(self, message: str) -> NoReturn:

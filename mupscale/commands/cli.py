@@ -53,6 +53,7 @@ from mupscale.commands.results import ResultFile
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import (
     is_sharding,
+    listed,
     refuse_levels,
     refuse_options,
     refuse_processes,
@@ -302,7 +303,7 @@ class CLI(OpenCLI):
             name = f"{TensorBoardLogger.__module__}.{TensorBoardLogger.__qualname__}"
             place = Namespace(save_dir=None, name="", version=None)
             trainer["logger"] = Namespace(class_path=name, init_args=place)
-        loggers = trainer["logger"] if isinstance(trainer["logger"], list) else [trainer["logger"]]
+        loggers = listed(trainer["logger"])
         for logger, written in zip_longest(loggers, self._log_folders[: len(loggers)]):
             arguments = getattr(logger, "init_args", {})
             if all(name in arguments for name in ("save_dir", "name", "version")):
@@ -314,8 +315,7 @@ class CLI(OpenCLI):
                 arguments["version"] = folder.name
 
     def on_trainer_config(self, config: Any) -> None:
-        given = config["callbacks"] or []
-        given = given if isinstance(given, list) else [given]
+        given = listed(config["callbacks"])
         refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
         refuse_processes(config, os.environ)
         if self.subcommand in (None, "fit"):
@@ -524,18 +524,18 @@ def import_classes() -> None:
 
 def short_names(kind: type[Any]) -> set[str]:
     """The names of this project's classes of a kind, which a configuration can use without their import path."""
-    names: set[str] = set()
-    for child in kind.__subclasses__():
-        names |= short_names(child)
-        abstract = getattr(getattr(child, "build", None), "__isabstractmethod__", False)
-        if child.__module__.startswith("mupscale.") and not abstract:
-            names.add(child.__name__)
-    return names
+    ours = (child for child in descendants(kind) if child.__module__.startswith("mupscale."))
+    return {child.__name__ for child in ours if not is_abstract(child)}
 
 
-def descendants(kind: type[Any]) -> set[type[Any]]:
-    """The classes that inherit from a class, as far as they are imported."""
-    return {kind}.union(*(descendants(child) for child in kind.__subclasses__()))
+def is_abstract(kind: type[Any]) -> bool:
+    """Whether a class of models lacks what each must define."""
+    return any(getattr(getattr(kind, name, None), "__isabstractmethod__", False) for name in ("build", "loss"))
+
+
+def descendants(kind: type[Any]) -> list[type[Any]]:
+    """A class and those that inherit from it, as far as they are imported."""
+    return [kind, *(each for child in kind.__subclasses__() for each in descendants(child))]
 
 
 def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:
@@ -545,8 +545,7 @@ def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:
 
 def with_callback_args(config: Any) -> list[dict[str, Any]]:
     """The configured callbacks, as plain values, their arguments overridden by `callback_args`."""
-    given = config["trainer"]["callbacks"] or []
-    answer = [callback.as_dict() for callback in (given if isinstance(given, list) else [given])]
+    answer = [callback.as_dict() for callback in listed(config["trainer"]["callbacks"])]
     for name, arguments in config["callback_args"].items():
         named = [callback for callback in answer if callback["class_path"].rpartition(".")[2] == name]
         if not named:
@@ -599,8 +598,7 @@ def _merged(before: Any, after: Any) -> Any:
 def make_dirpaths_absolute(config: Any) -> None:
     """Replaces relative folders for checkpoints, in config.yaml as well: `resume` and `report` may be started
     elsewhere."""
-    given = config["trainer"]["callbacks"] or []
-    callbacks = [callback.get("init_args") for callback in (given if isinstance(given, list) else [given])]
+    callbacks = [callback.get("init_args") for callback in listed(config["trainer"]["callbacks"])]
     for arguments in (config["checkpoint"], *(each for each in callbacks if each is not None)):
         dirpath = arguments.get("dirpath")
         if isinstance(dirpath, str) and not is_remote(dirpath):

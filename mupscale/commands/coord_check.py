@@ -8,14 +8,13 @@ import csv
 import math
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import tree_map
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
+from mupscale.commands import figures
 from mupscale.commands.arguments import ArgumentParser, refuse_output_folder
 from mupscale.commands.terminal import Status, show
 from mupscale.errors import UserError, needs_extra, refuse_unless_whole
@@ -34,7 +33,6 @@ def main(command: str, arguments: list[str]) -> int:
         epilog="Give the model with --config FILE; further options are those of fit. "
         f"Trains networks of up to {FACTORS[0]} times the widest width, or of these depths, on the CPU. "
         "The exit status is 1 if a layer fails.",
-        allow_abbrev=False,
     )
     sizes = parser.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--widths", type=numbers, metavar="N,N,N", help="at least three widths, such as 64,128,256,512")
@@ -132,58 +130,35 @@ def write_sizes(check: CoordCheck, path: Path) -> None:
 
 
 def draw(check: CoordCheck, path: Path) -> None:
-    """Draws sizes against width or depth, a column for each scan; layers that fail are red.
+    """Draws sizes against width or depth, a column for each scan; layers that fail are red and named.
 
-    Above, outputs at the start of the scan; below, their change after every step.
+    Above, outputs at the start of the scan; below, their change after all steps.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+    from matplotlib import colormaps
 
     layers = list(check.layers)
-    colours = dict(zip(layers, plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(layers)).numpy()), strict=True))
-    columns = len(check.scans)
-    form: dict[str, Any] = {"sharex": "col", "sharey": "row", "layout": "constrained", "squeeze": False}
-    fig, axes = plt.subplots(2, columns, figsize=(4 + 3 * columns, 6.6), **form)
-    for (above, below), scan in zip(axes.T, check.scans, strict=True):
-        for layer in layers:
-            sizes, slopes = scan.mean(layer), check.layers[layer][scan.name]
-            for ax, values, fails in (
-                (above, sizes[:, 0, 0], slopes.output_fails),
-                (below, sizes[:, -1, 1], slopes.update_fails),
-            ):
-                if values.all():  # zeros have no logarithm
-                    colour = RED if fails else colours[layer]
-                    ax.loglog(scan.widths, values, "o-", color=colour, ms=3, lw=1.2, zorder=3 if fails else 2)
-                    if fails:
-                        ax.annotate(
-                            f" {layer}", (scan.widths[-1], values[-1].item()), color=RED, fontsize=7, va="center"
-                        )
-            for earlier in sizes[:, 1:-1, 1].T:
-                below.loglog(scan.widths, earlier.where(earlier > 0, math.nan), ":", color=colours[layer], lw=0.7)
-        above.set_title(fill(f"{scan.name}: {scan.title}", 50), fontsize=9)
-        below.set_xlabel(check.axis)
-        below.xaxis.set(
-            major_locator=FixedLocator(scan.widths),
-            minor_locator=NullLocator(),
-            major_formatter=StrMethodFormatter("{x:g}"),
-        )
-        below.set_xlim(scan.widths[0] / 1.2, scan.widths[-1] * (1.2 if check.passed else 2))  # with room for names
-    last = [scan.mean(layer)[:, -1, 1] for scan in check.scans for layer in layers]
-    smallest = min((values.min().item() for values in last if values.all()), default=1.0)
-    axes[1, 0].set_ylim(bottom=smallest / 10)  # below a readout that starts at zero, the first step is tiny
-    axes[0, 0].set_ylabel("size of the outputs, at the start")
-    axes[1, 0].set_ylabel("size of their change, after all steps\n(dotted: after fewer)")
-    every = max(1, math.ceil(len(layers) / MOST_IN_LEGEND))
-    handles = [plt.Line2D([], [], color=colours[layer], marker="o", ms=3, label=layer) for layer in layers[::every]]
-    fig.legend(
-        handles=handles,
-        loc="outside right center",
-        frameon=False,
-        fontsize=7,
-        title="layers" if every == 1 else "some layers",
-    )
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+    drawn, axes = figures.panels(4 + 3 * len(check.scans), 6.6, 2, len(check.scans))
+    for place, ax in enumerate(axes):
+        row, column = divmod(place, len(check.scans))
+        scan = check.scans[column]
+        for index, layer in enumerate(layers):
+            slopes = check.layers[layer][scan.name]
+            values = scan.mean(layer)[:, 0, 0] if row == 0 else scan.mean(layer)[:, -1, 1]
+            fails = slopes.output_fails if row == 0 else slopes.update_fails
+            colour = RED if fails else colormaps["viridis"](0.9 * index / max(1, len(layers) - 1))
+            label = layer if index % max(1, math.ceil(len(layers) / MOST_IN_LEGEND)) == 0 else None
+            if values.all():  # zeros have no logarithm
+                ax.loglog(scan.widths, values, "o-", color=colour, ms=3, lw=1.2, zorder=2 + fails, label=label)
+                if fails:
+                    end = scan.widths[-1], values[-1].item()
+                    ax.annotate(f" {layer}", end, color=RED, fontsize=7, va="center")
+        ax.set_xticks(scan.widths, [f"{width:g}" for width in scan.widths])
+        ax.minorticks_off()
+        ax.set_xlim(scan.widths[0] / 1.2, scan.widths[-1] * (1.2 if check.passed else 2))  # with room for names
+        ax.set_xlabel(check.axis)
+        ax.set_ylabel(f"size of {'the outputs, at the start' if row == 0 else 'their change, after all steps'}")
+        if row == 0:
+            ax.set_title(fill(f"{scan.name}: {scan.title}", 50), fontsize=9)
+    handles, names = axes[0].get_legend_handles_labels()
+    drawn.legend(handles, names, loc="outside right center", frameon=False, fontsize=7)
+    drawn.savefig(path, dpi=100)

@@ -47,7 +47,6 @@ def parser() -> ArgumentParser:
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     answer.add_argument("file", type=Path, metavar="FILE", help="the YAML file of the experiment (configs/experiments)")
     answer.add_argument(

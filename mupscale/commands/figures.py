@@ -150,12 +150,9 @@ def scatter(path: Path, points: Sequence[tuple[Any, Any, float]], x_label: str, 
     dots = ax.scatter(x, y, c=values, s=45, cmap=f"{COLOURS}_r", norm=loss_norm(values))
     best = values.index(min(values))
     ax.scatter([x[best]], [y[best]], s=220, **STAR)
-    if is_log[0]:
-        ax.set_xscale("log")
-        plain_numbers(ax.xaxis, [point[0] for point in points])
-    if is_log[1]:
-        ax.set_yscale("log")
-        plain_numbers(ax.yaxis, [point[1] for point in points])
+    for index, axis in enumerate((ax.xaxis, ax.yaxis)):
+        if is_log[index]:
+            make_log(axis, [point[index] for point in points])
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
     colour_bar(drawn, dots, ax, label, values)
@@ -210,10 +207,9 @@ def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label
             plain_numbers(bar.ax.yaxis, levels)
     else:
         ax.legend(title=label, fontsize=7, title_fontsize=8)
-    ax.set_yscale("log")
     low, high = span([line.y for line in lines])
     ax.set_ylim(low, high)
-    plain_numbers(ax.yaxis, (low, high))
+    make_log(ax.yaxis, (low, high))
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
     ax.set_title(title, fontsize=9)
@@ -235,8 +231,7 @@ def bands(
     handles = [draw_band(ax, band) for band in lines]
     ax.set_ylim(low, high)
     if not higher_is_better and low > 0 and high > 4 * low:
-        ax.set_yscale("log")
-        plain_numbers(ax.yaxis, (low, high))
+        make_log(ax.yaxis, (low, high))
     ax.set_xlim(0, max(max(band.x) for band in lines) * 1.02)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.set_xlabel(x_label)
@@ -279,14 +274,19 @@ def dots(path: Path, rows: Sequence[Dots], labels: Sequence[str]) -> list[Path]:
                 ax.scatter([sum(values) / len(values)], [place], s=130, marker="|", color=colour, linewidths=2)
             shown += values
         if is_positive(shown) and max(shown) > 4 * min(shown):
-            ax.set_xscale("log")
-            plain_numbers(ax.xaxis, shown)
+            make_log(ax.xaxis, shown)
         else:
             ax.locator_params(axis="x", nbins=5)
         ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.set_yticks(range(len(rows)), [row.label if panel == 0 else "" for row in rows], parse_math=False)
         ax.set_xlabel(label, parse_math=False)
     return save(drawn, path)
+
+
+def make_log(axis: Any, values: Sequence[float]) -> None:
+    """Makes an axis logarithmic, with plain numbers where it is short."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    plain_numbers(axis, values)
 
 
 def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:

@@ -18,7 +18,6 @@ def main(command: str, arguments: list[str]) -> None:
         prog="python -m mupscale report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders of runs, sweeps and experiments")
     parser.add_argument(

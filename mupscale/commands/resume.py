@@ -15,7 +15,6 @@ def main(command: str, arguments: list[str]) -> None:
         prog="python -m mupscale resume",
         description=__doc__,
         epilog=f"Further options are those of fit. {SUMMARY}. All others must stay the same.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="the folder of the run, with its config.yaml (runs/NAME/version_0)")
     options, overrides = parser.parse_known_args(arguments)

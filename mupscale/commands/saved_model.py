@@ -1,7 +1,6 @@
 """Rebuilds the model and the optimizers of a checkpoint."""
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.base_shapes import apply_mup
-from mupscale.commands.cli import import_classes
+from mupscale.commands.cli import descendants, import_classes, is_abstract
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
@@ -72,23 +71,13 @@ def load_weights(module: Growable, net: nn.Module, weights: dict[str, Tensor], *
 
 def _loaded_model(class_path: str) -> type[Growable] | None:
     """The loaded class of this import path, or the class of mupscale with this short name."""
-    for kind in _subclasses(Growable):
+    for kind in descendants(Growable):
         names = {f"{kind.__module__}.{kind.__qualname__}"}
         if kind.__module__.startswith("mupscale."):
             names.add(kind.__name__)
-        if class_path in names and not _is_abstract(kind):
+        if class_path in names and not is_abstract(kind):
             return kind
     return None
-
-
-def _is_abstract(kind: type[Growable]) -> bool:
-    return any(getattr(method, "__isabstractmethod__", False) for method in (kind.build, kind.loss))
-
-
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)
 
 
 def _imported_model(model: str) -> type[Growable]:
@@ -99,7 +88,7 @@ def _imported_model(model: str) -> type[Growable]:
             kind = getattr(importlib.import_module(folder), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"--model {model}: there is no such class ({error})") from error
-    if not isinstance(kind, type) or not issubclass(kind, Growable) or _is_abstract(kind):
+    if not isinstance(kind, type) or not issubclass(kind, Growable) or is_abstract(kind):
         raise UserError(f"--model {model} is not a model: wanted a subclass of mupscale.models.base.Growable")
     return kind
 

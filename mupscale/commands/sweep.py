@@ -49,7 +49,6 @@ def parser() -> ArgumentParser:
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     answer.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUES", help=SWEEP_HELP)
     answer.add_argument("--out", type=Path, required=True, help="the folder of the sweep")

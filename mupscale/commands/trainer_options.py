@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "to save at the end alone: --checkpoint.every_n_train_steps 1000000000",
     ),
     "plugins": (
-        lambda value: any(isinstance(plugin, AsyncCheckpointIO) for plugin in _listed(value)),
+        lambda value: any(isinstance(plugin, AsyncCheckpointIO) for plugin in listed(value)),
         "AsyncCheckpointIO reports a checkpoint as written before it is, so that older ones are deleted too early",
         "leave it out",
     ),
@@ -54,9 +54,9 @@ def refuse_options(trainer: Any) -> None:
         value = trainer.get(key)
         if value == 0 and not isinstance(value, bool):
             raise UserError(f"trainer.{key} = {value}: the run would train nothing; give a larger number")
-    refuse_callbacks(_listed(trainer.get("callbacks")))
+    refuse_callbacks(listed(trainer.get("callbacks")))
     if is_sharding(trainer.get("strategy")):
-        for callback in _listed(trainer.get("callbacks")):
+        for callback in listed(trainer.get("callbacks")):
             if isinstance(callback, WeightAveraging):
                 raise UserError(
                     f"trainer.callbacks: {type(callback).__name__} does not work under trainer.strategy: {FSDP2_NAME}, "
@@ -118,7 +118,8 @@ def is_sharding(strategy: Any) -> bool:
     return str(name).rpartition(".")[2] in (FSDP2_NAME, "FSDP2", "ModelParallelStrategy")
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """An option that may be one value, a list of them, or missing."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
