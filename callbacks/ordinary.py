@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import is_compiled_in_place
+from mupscale.base_shapes import clip_grad_norm_
 from mupscale.checks.recording import attributes_of, generators_kept, leaves_of, state_kept
-from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import UserError
 from mupscale.growing.upscale import find_plan
 from mupscale.methods import GrowthMethod
@@ -145,10 +145,7 @@ class OrdinaryGrowth:
         lr: float | None,
         compare: Callable[[], None],
     ) -> UpscaleReport:
-        """Grows the module, its optimizers and its schedules. After an error the module is as it was.
-
-        `compare` is called before noise is added, unless the growth changes the loss anyway.
-        """
+        """Grows module, optimizers and schedules, or nothing; `compare` is called before noise, if the loss stays."""
         narrow = self._graft(trainer, module)
         try:
             module.to(narrow.device)
@@ -265,10 +262,7 @@ REMEDY = (
 def load_growths(
     trainer: Trainer, module: LightningModule, growths: Callable[[dict[str, Any]], list[OrdinaryGrowth]]
 ) -> None:
-    """Lets a module take the layers of a checkpoint just before its weights are loaded.
-
-    `growths` gives those that a checkpoint was written after, the first one first.
-    """
+    """Lets a module take the layers of a checkpoint before its weights load, by the growths it was written after."""
     if "on_load_checkpoint" in vars(module):
         return  # another callback has done it
     original = module.on_load_checkpoint

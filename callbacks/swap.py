@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mupscale._torch import without_iterator
-from mupscale.callbacks.data_position import generators_of
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.callbacks.ordinary import OrdinaryGrowth, keeps_loss
 from mupscale.checks.recording import generators_kept, state_kept
@@ -118,10 +117,7 @@ class Swap:
     def _grow_network(
         self, trainer: Trainer, module: LightningModule, seed: int, compare: Callable[[], None]
     ) -> tuple[UpscaleReport, bool]:
-        """Grows a Growable, with its optimizers and schedules.
-
-        The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
-        """
+        """Grows a Growable, with its optimizers and schedules. The narrow tensors are freed one by one."""
         assert isinstance(module, Growable)
         narrow = module.net
         assert narrow is not None
@@ -322,6 +318,18 @@ class OwnBatches:
         finally:
             for generator, state in states:
                 generator.set_state(state)
+
+
+def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
+    """The generators that data loaders and their samplers were given, each once."""
+    found: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        batches = getattr(loader, "batch_sampler", None)
+        for holder in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    return list(found.values())
 
 
 def refuse_many_loaders(what: str, trainer: Trainer) -> None:

@@ -114,21 +114,14 @@ def padded(images: Tensor) -> Tensor:
 
 
 def augment(images: Tensor, rows: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor, table: Tensor) -> Tensor:
-    """Crops of padded images, normalised: float32 [B, 3, 32, 32], channels last.
-
-    The i-th is the crop of images[rows[i]] at tops[i], lefts[i], mirrored if flips[i]. A handful of kernels, no
-    synchronisation and no shape that depends on values: a CUDA graph can capture it.
-    """
+    """Crops of images[rows] at tops and lefts, mirrored by flips, normalised; a CUDA graph can capture it."""
     windows = images.unfold(1, SIZE, 1).unfold(2, SIZE, 1).movedim(3, -1)  # a view: [N, 9, 9, 32, 32, 3]
     crops = windows[rows, tops, lefts]
     return normalise(torch.where(flips[:, None, None, None], crops.flip(2), crops), table)
 
 
 def normalise(images: Tensor, table: Tensor) -> Tensor:
-    """Normalises uint8 [B, 32, 32, 3] to float32 [B, 3, 32, 32], channels last.
-
-    Every value comes from the table, so it is exactly torchvision's; arithmetic on a GPU may round differently.
-    """
+    """Normalises uint8 [B, 32, 32, 3] to float32 [B, 3, 32, 32], channels last, by table: exactly as torchvision."""
     # where the values of each channel begin
     channels = torch.arange(0, table.numel(), 256, dtype=torch.int32, device=table.device)
     places = images.flatten(1) + channels.repeat(SIZE * SIZE)

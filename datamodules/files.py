@@ -75,9 +75,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def reaching(url: str, by_hand: Path, otherwise: str = "") -> Iterator[None]:
-    """Turns whatever goes wrong in the download of `url` into one UserError, which says to download the file by hand
-    and save it as `by_hand`; `otherwise` names an alternative.
-    """
+    """Turns an error in the download of `url` into a UserError that says to save it as `by_hand`, or `otherwise`."""
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT)
     try:
@@ -92,10 +90,7 @@ def reaching(url: str, by_hand: Path, otherwise: str = "") -> Iterator[None]:
 
 
 def shared(key: Hashable, read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """The objects that `read` returns, or those that it returned for this key before, while they are still in use.
-
-    The key must contain everything that the objects depend on. They must not be modified.
-    """
+    """What `read` returns, or returned for this key, of all that it depends on, while that is in use. Read only."""
     held = tuple(reference() for reference in _held.get(key, ()))
     if held and all(thing is not None for thing in held):
         return held

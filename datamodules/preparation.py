@@ -347,10 +347,7 @@ def refuse_other(folder: Path, recorded: dict[str, Any], asked: dict[str, Any]) 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Makes the folder, and locks it against other processes that prepare.
-
-    At the end the folder and its parents are removed if they are empty and were made here.
-    """
+    """Makes and locks the folder of a preparation; one that was made here and stays empty is removed at the end."""
     refuse_links(folder, LOCK, TOKENIZER, *SPLITS)
     for split in SPLITS:
         refuse_links(folder / split, *(path.name for path in (folder / split).glob("*")))

@@ -77,12 +77,7 @@ class MappedWindows:
 
 
 class WindowLoader(ResidentLoader):
-    """Batches of windows of tokens.
-
-    Sequential windows overlap by one token: the last target of one is the first input of the next.
-    Random windows begin anywhere. `files` stands for the files that the tokens are from, and their order: a state of
-    other files is refused.
-    """
+    """Batches of windows that overlap by one token, or begin anywhere; a state of other `files` is refused."""
 
     _rows_stand_alone = True
 

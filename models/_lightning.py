@@ -95,10 +95,7 @@ def configured_optimizers(module: LightningModule) -> tuple[list[Optimizer], lis
 
 
 def make_alike(module: LightningModule, changes: Mapping[str, Any]) -> LightningModule:
-    """A new module of the same class, from the hyperparameters that it saved, with some of them changed.
-
-    As `load_from_checkpoint` does it: they may be one argument, and those of LightningCLI describe objects.
-    """
+    """A new module of the same class by its saved hyperparameters, some changed, as `load_from_checkpoint` does it."""
     kind = type(module)
     arguments: dict[str, Any] = {**copy.deepcopy(dict(module.hparams)), **changes}
     of_class = inspect.signature(kind).parameters.values()
@@ -262,10 +259,7 @@ class ClockedBar(TQDMProgressBar):
 
 
 class DataParallelMesh(ModelParallelStrategy):
-    """A ModelParallelStrategy whose data-parallel group is all processes, whatever their number.
-
-    Lightning's default is one group for each node, in which every process holds the whole model.
-    """
+    """A ModelParallelStrategy with one data-parallel group of all processes; Lightning's default has one per node."""
 
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
@@ -281,10 +275,7 @@ class Parsers(NamedTuple):
 
 
 class OpenCLI(LightningCLI):
-    """A LightningCLI with hooks where it has none: when a checkpoint is named, and before the trainer is made.
-
-    It makes model, data and trainer; `run_subcommand` runs.
-    """
+    """A LightningCLI with hooks when a checkpoint is named and before the trainer is made; `run_subcommand` runs."""
 
     def on_checkpoint_path(self) -> None:
         """Called after parsing; Lightning itself would lay the checkpoint's arguments over the configuration."""

@@ -23,9 +23,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import is_too_large, tree_map
-from mupscale.base_shapes import Init, apply_mup, set_base_shapes
+from mupscale.base_shapes import Init, apply_mup, clip_grad_norm_, set_base_shapes
 from mupscale.checks.recording import generators_kept, leaves_of, map_leaves
-from mupscale.clipping import clip_grad_norm_
 from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
 from mupscale.errors import UserError
@@ -74,10 +73,7 @@ HOOKS = ("on_fit_start", "on_save_checkpoint", "on_load_checkpoint")
 
 
 def after_ours(ours: Hook, hook: Hook) -> Hook:
-    """A hook of a subclass that runs after that of Growable, whether it calls `super()` or not.
-
-    If it does, that of Growable runs twice, which changes nothing.
-    """
+    """A hook of a subclass that runs after that of Growable; if it calls `super()`, that runs twice, to no effect."""
 
     @wraps(hook)
     def both(self: "Growable", *arguments: Any) -> None:
@@ -307,10 +303,7 @@ class Growable(LightningModule):
         return net
 
     def training_flops(self, batch: Any) -> float:
-        """Floating-point operations of a forward and backward pass at the current size, counted on the meta device.
-
-        Raises a UserError if `loss` does not run there, for example because it selects entries by a mask.
-        """
+        """Operations of a forward and backward pass, counted on the meta device; a UserError if `loss` fails there."""
         if not vars(type(self)).get("counts_alike", False):
             return self._counted_flops(batch)
         arguments = {key: value for key, value in self.hparams.items() if key not in ("init_from", "compile")}

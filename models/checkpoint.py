@@ -292,10 +292,7 @@ def load_weights(net: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 
 def load_optimizer_state(module: nn.Module, optimizers: list[Optimizer], checkpoint: dict[str, Any]) -> None:
-    """Gives the optimizers a checkpoint's state by parameter name; one without any leaves them as they are.
-
-    By name, because another weight decay or learning rate may split the groups in another way.
-    """
+    """Gives optimizers a checkpoint's state, if any, by parameter name: other settings may split groups otherwise."""
     if not checkpoint.get("optimizer_states"):
         return
     ours = checkpoint[CHECKPOINT_KEY]

@@ -165,10 +165,7 @@ def write_whole_files(trainer: Trainer) -> None:
 
 
 def pays_in_background(trainer: Trainer) -> bool:
-    """Whether a run should write its checkpoints while it trains: on one GPU, which is busy while the host writes.
-
-    Not if a logger looks at every file as soon as it is saved.
-    """
+    """Whether to write checkpoints while training: on one GPU, unless a logger looks at each file at once."""
     does_nothing = Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint
     is_seen = any(type(logger).after_save_checkpoint not in does_nothing for logger in trainer.loggers)
     return trainer.world_size == 1 and trainer.strategy.root_device.type == "cuda" and not is_seen

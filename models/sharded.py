@@ -37,10 +37,7 @@ def is_sharded_checkpoint(path: Path) -> bool:
 
 
 def outline(folder: Path) -> dict[str, Any]:
-    """A sharded checkpoint as one file would hold it, weights on the meta device; raises a UserError for anything else.
-
-    Unlike `ShardedCheckpoint` it reads no tensors, and so does not find damage in them.
-    """
+    """A sharded checkpoint as a file would hold it, weights on the meta device, whose damage is not found."""
     check_sharded(folder)
     metadata = FileSystemReader(folder).read_metadata()
     answer: dict[str, Any] = {**_rest(folder), WEIGHTS: {}}

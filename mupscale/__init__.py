@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from mupscale import methods as methods
     from mupscale import schedules as schedules
     from mupscale.base_shapes import apply_mup as apply_mup
+    from mupscale.base_shapes import clip_grad_norm_ as clip_grad_norm_
     from mupscale.base_shapes import set_base_shapes as set_base_shapes
     from mupscale.checks.claims import check_claim as check_claim
     from mupscale.checks.verify import Verdict as Verdict
     from mupscale.checks.verify import verify as verify
-    from mupscale.clipping import clip_grad_norm_ as clip_grad_norm_
     from mupscale.discovery.discover import discover as discover
     from mupscale.errors import UserError as UserError
     from mupscale.growing.upscale import upscale as upscale
@@ -49,7 +49,7 @@ _HOME = {
     "apply_mup": "base_shapes",
     "attach": "widening.stepping",
     "check_claim": "checks.claims",
-    "clip_grad_norm_": "clipping",
+    "clip_grad_norm_": "base_shapes",
     "discover": "discovery.discover",
     "plan": "widening.plan",
     "register_optimizer": "widening.optimizers",

@@ -10,10 +10,7 @@ from torch import nn
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated: on a GPU by this process, on the CPU without swapping, as Linux estimates it.
-
-    A process that is kept to a share of a GPU (`torch.cuda.set_per_process_memory_fraction`) has what is left of that.
-    """
+    """What can still be allocated: on a GPU by this process and its share of it, on the CPU as Linux estimates it."""
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -30,10 +27,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_in_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """What the control groups of this process leave it: a container, or a job of a cluster, may have less memory.
-
-    Pages that only cache files can be freed, and count as free.
-    """
+    """What the control groups of this process leave it, as a container or a job does; cached files count as free."""
     names = {
         "": ("memory.max", "memory.current", "inactive_file"),
         "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

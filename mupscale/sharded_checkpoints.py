@@ -59,10 +59,7 @@ def check_sharded(folder: Path) -> None:
 
 
 def damage_in_shards(folder: Path, share: tuple[int, int] = (0, 1)) -> str | None:
-    """What is wrong with a sharded checkpoint, or None: every part in its shards has a checksum.
-
-    `share` is (rank, processes) where several processes check one checkpoint together: each reads its part of it.
-    """
+    """What is wrong with a sharded checkpoint, or None; of a `share` (rank, processes) only that part is read."""
     rank, processes = share
     try:
         for number, item in enumerate(_stored(folder / METADATA)):

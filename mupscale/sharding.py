@@ -72,10 +72,7 @@ def own_part(target: Tensor, *, by_rows: bool = True) -> Iterator[tuple[Tensor, 
 
 @contextmanager
 def whole(target: Tensor) -> Iterator[Tensor]:
-    """A whole tensor to write into: `target` itself, or a temporary whose shards are put into it at the end.
-
-    Every rank writes the same values, so that scattering needs no communication.
-    """
+    """A whole tensor to write into, equal on every rank: `target`, or a temporary whose shards are put into it."""
     if not is_sharded(target):
         yield target
         return

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.base_shapes import clip_grad_norm_
 from mupscale.checks.recording import Recorder, buffers_kept
-from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import (
     UserError,
     refuse_unless_callable,
@@ -80,10 +80,7 @@ class Scan:
         return self.sizes[layer].square().mean(0).sqrt()
 
     def slope(self, layer: str, quantity: int) -> tuple[float | None, float]:
-        """The slope of the first output (0), or of its change (1), against width in logarithms; and its standard error.
-
-        None if the size is zero everywhere.
-        """
+        """The log-log slope of the first output (0) or its change (1), None if all is zero; and its standard error."""
         step = -1 if quantity else 0
         slope = log_log_slope(self.widths, self.mean(layer)[:, step, quantity])
         each = [log_log_slope(self.widths, sizes[:, step, quantity]) for sizes in self.sizes[layer]]

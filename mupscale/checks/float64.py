@@ -74,10 +74,7 @@ def copy_to_compare(name: str, model: nn.Module, dtype: torch.dtype = torch.floa
 
 @torch.no_grad()
 def perturb_(model: nn.Module) -> None:
-    """Perturbs all parameters and statistics a little, so that equal units become different.
-
-    Entries keep their sign and become smaller, because a model may take a logarithm of them, or of one minus them.
-    """
+    """Makes equal units differ a little; entries keep their sign and shrink, because a model may take logarithms."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(distribution: Callable[..., Tensor], like: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.base_shapes import clip_grad_norm_
 from mupscale.checks.comparison import GRADIENT_MULTIPLE, LOSS_DIVISOR, Comparison, worst_of
 from mupscale.checks.float64 import Batches, computes_in_float32, copied, loss_in_float64, steps_in_float32
 from mupscale.checks.recording import Recorder, generators_kept, seed_generators
-from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import (
     UserError,
     refuse_unless_callable,

@@ -210,10 +210,7 @@ def is_known(use: Use) -> bool:
 
 
 def first_sides(use: Use) -> tuple[Side, ...]:
-    """The side of every axis, as the module types tell it; of an unknown one, the last of two axes is summed over.
-
-    A tied parameter counts as an embedding: what reads it is made up for elsewhere.
-    """
+    """The side of every axis as module types tell it, else the last of two is summed over; tied ones are embeddings."""
     found = []
     for _, before, after, attribute in use.owners:
         known = modules.axis_sides(before, attribute, use.narrow)
@@ -239,10 +236,7 @@ def first_layout(narrow: int, wide: int) -> Layout:
 
 
 def followed_axis(module: nn.Module, attribute: str, parameter: Tensor) -> int | None:
-    """The axis of a tensor that must be duplicated as what its module reads; None if that is not known.
-
-    It is the summed axis of a layer, and the only one of a tensor that acts unit by unit.
-    """
+    """The axis that is duplicated as what its module reads: the summed one, or the only one of a unitwise tensor."""
     sides = modules.axis_sides(module, attribute, parameter)
     by_unit = isinstance(module, (BatchNormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU))
     by_unit = by_unit or (isinstance(module, ConvNd) and module.groups > 1 and module.weight.shape[1] == 1)

@@ -101,10 +101,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
 
 
 def save(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` reads, in place of one of that name.
-
-    It is written beside it first: a process that is killed leaves no folder of that name that is not whole.
-    """
+    """Writes a folder that `from_pretrained` reads, beside an old one first, so that one is always whole."""
     new = folder.with_name(f".{folder.name}.{platform.node()}.{os.getpid()}")
     old = folder.with_name(f"{new.name}.old")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -89,10 +89,7 @@ class HyperCloning(GrowthMethod):
 
 
 def _decayed(narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """The parameters whose update is not linear in a gradient that their decay is part of.
-
-    Their copies stay a multiple of the narrow weight only if they are equal.
-    """
+    """Parameters whose decay is part of a gradient that updates are not linear in: only equal copies stay multiples."""
     names = names_by_id(narrow)
     for optimizer in optimizers:
         rule = rule_of(optimizer)

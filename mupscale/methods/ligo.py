@@ -157,10 +157,7 @@ class LiGO(GrowthMethod):
         return Claim(False, False)
 
     def _first_maps(self, groups: list[UnitGroup], sources: dict[str, Tensor]) -> Maps:
-        """Maps that preserve the function: copies produce their unit, and are consumed in shares that sum to it.
-
-        What `inn` has beside equal shares sums to zero over the copies of each unit.
-        """
+        """Maps that preserve the function: copies produce their unit, and are read in random shares that sum to it."""
         generator = torch.Generator().manual_seed(self.seed)
         answer = {}
         for group in groups:

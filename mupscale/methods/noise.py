@@ -304,10 +304,7 @@ def is_noisy(entry: Growth, where: Mapping[str, bool] | None = None, centred: bo
 
 
 def init_scale(entry: Growth) -> float:
-    """The muP initialisation scale of the role: N_in^-1/2 with two width axes, base / N_in for a readout, 1 otherwise.
-
-    A plain model has no base width: its own counts as one, so that the scale of a readout is 1.
-    """
+    """The muP initialisation scale of the role; a plain readout, without a base width, has 1."""
     return table.std(entry.sides, entry.fan_in, entry.fan_in if entry.base is None else entry.base)
 
 

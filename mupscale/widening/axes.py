@@ -130,10 +130,7 @@ def whole_factor(layout: Layout) -> float:
 
 
 def reference_factor(layout: Layout) -> float:
-    """The factor of the axis; of unlike pieces, the largest: fixed features beside width have factor 1.
-
-    If every unit is a separate piece with its own number of copies, it is the factor of the axis as a whole.
-    """
+    """The factor of the axis: as a whole if all units are pieces of their own, else that of the largest piece."""
     if is_mixed(layout) and is_unit_by_unit(layout):
         return whole_factor(layout)
     return max(piece.factor for piece in layout)

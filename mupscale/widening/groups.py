@@ -45,10 +45,7 @@ class Source(NamedTuple):
 def split_groups(
     groups: Sequence[Group], rule: OptimizerRule, target_of: Callable[[Tensor], tuple[Tensor, Sized]]
 ) -> list[Group]:
-    """The groups over the target parameters, hyperparameters rescaled; split where the scaling differs.
-
-    The first part of a named group keeps its name, the others are `<name>-2` and so on.
-    """
+    """The groups over the target parameters, rescaled, and split where scalings differ into `<name>-2` and so on."""
     answer: list[Group] = []
     names = {group["name"] for group in groups if "name" in group}
     for index, group in enumerate(groups):

@@ -334,10 +334,7 @@ def _shared(tensor: Tensor | None, made: dict[int, Any]) -> Tensor | None:
 def standing_in(
     shallow: nn.Module, optimizer: Optimizer, deep: nn.Module, layers: Layers, *, copies_state: bool = True
 ) -> tuple[nn.Module, Optimizer]:
-    """The stand-in for a model and its optimizer, for reading: new layers are in the groups of their sources.
-
-    With `copies_state` copied layers have the state of their sources; inserted ones have none.
-    """
+    """The stand-in for a model and its optimizer, for reading; with `copies_state`, copied layers have state too."""
     if not layers:
         return shallow, optimizer
     twin = stand_in(shallow, deep, layers)

@@ -45,10 +45,7 @@ class Use(NamedTuple):
 
 
 class Pairing:
-    """The two models walked side by side, refused where they are not two widths of one architecture.
-
-    `width_axes` names axes that are width although their size is the same in both models (from the muP table).
-    """
+    """Two models of one architecture side by side; `width_axes` are width although they do not grow (muP)."""
 
     def __init__(
         self, narrow: nn.Module, wide: nn.Module, width_axes: Mapping[str, Sequence[bool]] | None = None

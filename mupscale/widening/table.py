@@ -99,10 +99,7 @@ def shift(scale: Scale, offset: float) -> float:
 
 
 def std(sides: Iterable[Side], fan_in: float, base: float = 1) -> float:
-    """The standard deviation of muP's initialisation, and so of noise, at `fan_in` entries of the summed width.
-
-    A parameter that sums over its width without producing any needs the base width of that axis.
-    """
+    """The standard deviation of muP's initialisation and noise; `base` is that of a width which is only summed over."""
     sides = tuple(sides)
     if "in" not in sides:
         return 1.0

@@ -288,10 +288,7 @@ Named = tuple[str, Tensor]
 
 
 def largest_entries(tensors: Sequence[Tensor]) -> list[float]:
-    """The largest absolute entry of each tensor, NaN where it has one. Waits for the device once.
-
-    Of sharded tensors every rank looks at its part, which may be empty, and all of them agree by one message.
-    """
+    """The largest absolute entry of each tensor, or NaN, in one wait; of sharded ones, ranks agree by one message."""
     if not tensors:
         return []
     device, parts = tensors[0].device, [local_part(tensor) for tensor in tensors]
