@@ -115,6 +115,8 @@ class WidthBar(ClockedBar, Strides):
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if done == len(losses):  # of an epoch that may have begun without hooks
+            self.on_train_epoch_start(trainer, pl_module)
         self.on_train_batch_end(trainer, pl_module, None, batch, done - 1)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 On a GPU, the hooks of every step would take longer than a step of a small network. So the steps between two events (a
 log, a checkpoint, a validation, a swap) are launched as a block, and callbacks get the losses of a block
-(`strides.py`). While they process it, the device is busy with the next one.
+(`strides.py`). While they process it, the device is busy with the next one. An epoch that ends without a validation is
+no event, unless something has a hook there.
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +20,26 @@ from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.models._lightning import callbacks_of
 from mupscale.models._lightning_loop import (
     Place,
+    batches_left,
     epochs_are_plain,
     leave_steps,
+    pass_epoch,
     pass_steps,
     place_in_data,
     steps_before_the_end,
     steps_before_validation,
+    steps_to_validation,
     training_loader,
+    validates,
 )
 from mupscale.models.base import Growable
 
 OF_STEPS = ("on_train_batch_start", "on_train_batch_end")
+
+OF_EPOCHS = (
+    "on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_end",
+    "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end",
+)  # fmt: skip
 
 SECONDS = 0.1
 """How long a block takes at most: a run that is asked to end, or whose progress is shown, does not wait longer."""
@@ -47,6 +58,7 @@ class StepBlocks:
         self._loader: Any = training_loader(trainer)
         self._strides = strides_of(trainer)
         self._is_scheduled = bool(trainer.lr_scheduler_configs)
+        self._passes_epochs = not validates(trainer) and not has_hooks(trainer, OF_EPOCHS)
         self._most = FIRST
 
     def take(self, captured: CapturedStep) -> bool:
@@ -59,6 +71,8 @@ class StepBlocks:
             return False
         under_way: Block | None = None
         while left >= 1:
+            if place.position == int(trainer.num_training_batches):
+                place = place.next_epoch()
             block = self._launch(captured, place, step, left)
             if block is None:
                 break
@@ -79,18 +93,14 @@ class StepBlocks:
         return True
 
     def _free_steps(self) -> float:
-        """How many of the next steps need no hooks."""
-        trainer = self._trainer
-        if trainer.should_stop:
-            return 0
-        steps = min(steps_before_the_end(trainer), steps_before_validation(trainer))
-        return min([steps, *(callback.free_steps(trainer, self._module) for callback in self._strides)])
+        return free_steps(self._trainer, self._strides, self._passes_epochs)
 
     def _launch(self, captured: CapturedStep, place: Place, step: int, most: float) -> "Block | None":
         """Launches steps, up to the next after which a callback has something to do; None if the graph does not fit."""
         trainer, optimizer = self._trainer, self._trainer.optimizers[0]
         started = time.perf_counter()
-        count = int(min([most, self._most, *(callback.stride(trainer, step) for callback in self._strides)]))
+        strides = [callback.stride(trainer, step) for callback in self._strides]
+        count = int(min([most, self._most, steps_to_validation(trainer, place), *strides]))
         losses: list[Tensor] = []
         for position in range(place.position, place.position + count):
             batch = self._loader.batch_at(place.epoch, position)
@@ -98,7 +108,7 @@ class StepBlocks:
                 break  # a schedule may change more than rates
             losses.append(captured(batch))
             if self._is_scheduled:
-                pass_steps(trainer, 1)
+                self._count(place.position, 1)
         if not losses:
             return None
         return Block(len(losses), place.after(len(losses)), batch, HostCopy({"loss": torch.stack(losses)}), started)
@@ -109,11 +119,17 @@ class StepBlocks:
         losses = block.losses.arrived()["loss"]
         self._most = max(1, int(SECONDS * block.steps / (time.perf_counter() - block.started)))
         if not self._is_scheduled:
-            pass_steps(trainer, block.steps)
+            self._count(block.end.position - block.steps, block.steps)
         self._loader.go_to(block.end.epoch, block.end.position)
         module.__dict__["train_loss"] = torch.tensor(losses[-1], dtype=torch.float64)
         for callback in self._strides:
             callback.on_steps(trainer, module, block.batch, losses)
+
+    def _count(self, position: int, steps: int) -> None:
+        """Counts steps from this position of an epoch on; from the beginning, the epoch before has ended."""
+        if position == 0 and batches_left(self._trainer) == 0:
+            pass_epoch(self._trainer)
+        pass_steps(self._trainer, steps)
 
 
 class Block(NamedTuple):
@@ -150,13 +166,22 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 
 def takes_blocks(trainer: Trainer) -> bool:
     """Whether a captured fit has steps that need no hooks."""
-    if not isinstance(trainer.lightning_module, Growable) or has_step_hooks(trainer):
+    if not isinstance(trainer.lightning_module, Growable) or has_hooks(trainer, OF_STEPS):
         return False
     return training_loader(trainer) is not None and epochs_are_plain(trainer)
 
 
-def has_step_hooks(trainer: Trainer) -> bool:
-    """Whether the module, or a callback that does not know blocks, has hooks of steps."""
+def free_steps(trainer: Trainer, strides: Sequence[Strides], passes_epochs: bool) -> float:
+    """How many of the next steps need no hooks; ends of epochs and validations among them, if it `passes_epochs`."""
+    if trainer.should_stop:
+        return 0  # it continues until min_epochs or min_steps
+    steps = steps_before_the_end(trainer)
+    if not passes_epochs:
+        steps = min(steps, steps_before_validation(trainer))
+    return max(0, min([steps, *(callback.free_steps(trainer, trainer.lightning_module) for callback in strides)]))
+
+
+def has_hooks(trainer: Trainer, hooks: Sequence[str]) -> bool:
+    """Whether the module, or a callback that does not know blocks, has one of these hooks."""
     others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
-    owners = (trainer.lightning_module, *others)
-    return any(is_overridden(hook, owner) for hook in OF_STEPS for owner in owners)
+    return any(is_overridden(hook, owner) for hook in hooks for owner in (trainer.lightning_module, *others))

@@ -3,6 +3,8 @@
 import copy
 import queue
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
-from mupscale._torch import tree_leaves, tree_map
 from mupscale.atomic import durably
 from mupscale.device_memory import free_bytes
 from mupscale.models._lightning import is_remote
@@ -23,9 +24,15 @@ from mupscale.models.checkpoint import load_checkpoint
 AT_ONCE = 2
 """Copies of checkpoints in memory: one is being written, and one waits for it."""
 
+HEAD_START = 0.01
+"""Seconds before the thread begins to write. After a copy the device is idle, and one thread at a time runs Python:
+first the training launches its next steps."""
+
 PINNED = 1 / 8
 """The share of the host's free memory up to which a copy is made in pinned memory: that is fast to copy to, slow to
 allocate, and kept for the next copy."""
+
+CONSTANTS = (int, float, str, bool, bytes, type(None))
 
 Operation = Callable[[], None]
 
@@ -61,15 +68,16 @@ class CheckpointFiles(TorchCheckpointIO):
         return super().load_checkpoint(path, *arguments, **options)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if not self._defers or not has_room(checkpoint):
+        tensors = copied_tensors(checkpoint) if self._defers else []
+        if not self._defers or not has_room(tensors):
             self.wait()
-            self._save(checkpoint, path, storage_options)
+            self._save(map_leaves(alone, checkpoint), path, storage_options)
             return
         with self._lock:
             self._lock.wait_for(lambda: self._copies < AT_ONCE)
         self.raise_error()
         buffers = self._spare.pop() if self._spare else []
-        copied = copy_to_host(checkpoint, buffers)
+        copied = copy_to_host(checkpoint, tensors, buffers)
         with self._lock:
             self._copies += 1
 
@@ -79,7 +87,11 @@ class CheckpointFiles(TorchCheckpointIO):
                 self._spare += [buffers] if buffers else []
                 self._lock.notify()
 
-        self.later(lambda: self._save(copied, path, storage_options), forget)
+        def save() -> None:
+            time.sleep(HEAD_START)
+            self._save(copied, path, storage_options)
+
+        self.later(save, forget)
 
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if storage_options is not None or is_remote(path):
@@ -87,7 +99,7 @@ class CheckpointFiles(TorchCheckpointIO):
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with durably(Path(path)) as stream:
-            torch.save(tree_map(alone, checkpoint), stream)
+            torch.save(checkpoint, stream)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -183,18 +195,27 @@ def alone(value: Any) -> Any:
     return value.clone() if is_part else value
 
 
-def copy_to_host(checkpoint: Any, buffers: list[Tensor]) -> Any:
+def copied_tensors(checkpoint: Any) -> list[Tensor]:
+    """The tensors of a checkpoint whose memory `copy_to_host` copies; all other objects copy themselves."""
+    found: list[Tensor] = []
+    map_leaves(lambda leaf: found.append(leaf) if is_copied(leaf) else None, checkpoint)
+    return found
+
+
+def copy_to_host(checkpoint: Any, tensors: list[Tensor], buffers: list[Tensor]) -> Any:
     """A copy of a checkpoint in the memory of the host, which nothing changes; its tensors share what they shared.
 
-    `buffers` is memory of an earlier copy, which is used again; what is pinned of the new copy is left there.
+    Args:
+        checkpoint: What is copied.
+        tensors: Its `copied_tensors`.
+        buffers: Memory of an earlier copy, which is used again; what is pinned of the new copy is left there.
     """
-    tensors = [leaf for leaf in tree_leaves(checkpoint) if is_copied(leaf)]
     whole = {id(tensor): alone(tensor) for tensor in tensors}
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in whole.values()}
     size = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
     kept = sum(buffer.numel() for buffer in buffers)
     on_gpu = any(tensor.is_cuda for tensor in tensors)
-    is_pinned = on_gpu and size <= max(kept, PINNED * free_bytes(torch.device("cpu")))
+    is_pinned = on_gpu and (size <= kept or size <= PINNED * free_bytes(torch.device("cpu")))
     free = {buffer.numel(): [b for b in buffers if b.numel() == buffer.numel()] for buffer in buffers}
     buffers.clear()
     copies: dict[int, Tensor] = {}
@@ -211,17 +232,31 @@ def copy_to_host(checkpoint: Any, buffers: list[Tensor]) -> Any:
         storage = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         memo[key] = torch.empty(0, dtype=tensor.dtype).set_(storage, *place).requires_grad_(tensor.requires_grad)
-    return copy.deepcopy(checkpoint, memo)
+    return map_leaves(lambda leaf: leaf if type(leaf) in CONSTANTS else copy.deepcopy(leaf, memo), checkpoint)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nest of plain dicts, lists and tuples, with what the function makes of everything else.
+
+    torch's `tree_map` takes ten times as long, which a small network waits for.
+    """
+    if type(value) is dict:
+        return {key: map_leaves(function, inner) for key, inner in value.items()}
+    if type(value) is OrderedDict:
+        made = OrderedDict((key, map_leaves(function, inner)) for key, inner in value.items())
+        vars(made).update(vars(value))  # the versions of a network's modules
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(function, inner) for inner in value)
+    return function(value)
 
 
 def is_copied(value: Any) -> bool:
-    """Whether `copy_to_host` copies the memory of a value; it lets all others copy themselves."""
     is_plain = type(value) is Tensor and not vars(value) and value.layout == torch.strided
     is_odd = is_plain and (value.is_quantized or value.is_conj() or value.is_neg())
     return is_plain and not is_odd and value.device.type in ("cpu", "cuda")
 
 
-def has_room(checkpoint: Any) -> bool:
-    """Whether the host can hold a copy of a checkpoint: it may take half of the memory that is free."""
-    size = sum(leaf.nbytes for leaf in tree_leaves(checkpoint) if is_copied(leaf))
-    return 2 * size <= free_bytes(torch.device("cpu"))
+def has_room(tensors: list[Tensor]) -> bool:
+    """Whether the host can hold a copy of these tensors: it may take half of the memory that is free."""
+    return 2 * sum(tensor.nbytes for tensor in tensors) <= free_bytes(torch.device("cpu"))

@@ -298,6 +298,10 @@ BLOCKS: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]], dict[str, 
     "clipping": ({}, list, {"gradient_clip_val": 0.1}, 25, 10),
     "upscales": ({}, lambda: [UpscaleCallback(9, 16), UpscaleCallback(17, 32)], {}, 25, 17),
     "epochs": ({}, list, {"max_steps": -1, "max_epochs": 3}, 30, 11),
+    "epochs without validation": ({}, list, {"limit_val_batches": 0}, 25, 8),
+    "epochs of a schedule": ({"lr_scheduler": SCHEDULES["CosineAnnealingLR"]}, list, {"limit_val_batches": 0}, 25, 9),
+    "epochs with a growth": ({}, lambda: [UpscaleCallback(17, 16)], {"limit_val_batches": 0}, 25, 12),
+    "the end of an epoch is the end": ({}, list, {"limit_val_batches": 0, "max_steps": -1, "max_epochs": 3}, 30, 9),
 }
 """Arguments of the module, callbacks, settings of the trainer, how many steps there are, and how many with hooks."""
 

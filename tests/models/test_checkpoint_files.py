@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mupscale.callbacks.tensorboard import LossFirstLogger
 from mupscale.models import checkpoint_files
-from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, copy_to_host
+from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, copied_tensors, copy_to_host
 
 
 class Uploading(TensorBoardLogger):
@@ -164,12 +164,26 @@ def test_without_room_for_a_copy_the_file_is_written_at_once(
     assert files._waiting is None, "no thread was started"
 
 
+def host_copy(checkpoint: Any, buffers: list[torch.Tensor] | None = None) -> Any:
+    return copy_to_host(checkpoint, copied_tensors(checkpoint), [] if buffers is None else buffers)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_versions_of_modules_are_kept(in_background: bool, tmp_path: Path) -> None:
+    files = CheckpointFiles()
+    files.in_background = in_background
+    with files.deferring():
+        files.save_checkpoint({"state_dict": torch.nn.BatchNorm1d(2).state_dict()}, tmp_path / "a.ckpt")
+    files.teardown()
+    assert torch.load(tmp_path / "a.ckpt")["state_dict"]._metadata == {"": {"version": 2}}
+
+
 def test_a_copy_shares_what_the_checkpoint_shares() -> None:
     table = torch.arange(6.0).reshape(2, 3)
     part = torch.arange(100.0)[10:12]
     inner = [1, {"a": 2}]
     checkpoint = OrderedDict(tied=table, same=table, turned=table.T, part=part, inner=inner, empty=torch.empty(0, 3))
-    copied = copy_to_host(checkpoint, [])
+    copied = host_copy(checkpoint)
     table += 1
     part += 1
     inner[1]["a"] = 3
@@ -187,7 +201,7 @@ def test_a_copy_shares_what_the_checkpoint_shares() -> None:
 def test_tensors_of_other_kinds_copy_themselves() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     turned = torch.tensor([1 + 2j]).conj()
-    copied = copy_to_host([parameter, turned, {"a": torch.eye(2).to_sparse()}], [])
+    copied = host_copy([parameter, turned, {"a": torch.eye(2).to_sparse()}])
     assert type(copied[0]) is torch.nn.Parameter
     assert copied[0] is not parameter
     assert copied[1].tolist() == [1 - 2j]
@@ -197,9 +211,9 @@ def test_tensors_of_other_kinds_copy_themselves() -> None:
 @pytest.mark.gpu
 def test_memory_of_a_copy_is_used_again_on_a_gpu() -> None:
     weight, buffers = torch.ones(1000, device="cuda"), []
-    first = copy_to_host({"weight": weight}, buffers)["weight"]
+    first = host_copy({"weight": weight}, buffers)["weight"]
     assert first.is_pinned()
     weight += 1
-    second = copy_to_host({"weight": weight}, buffers)["weight"]
+    second = host_copy({"weight": weight}, buffers)["weight"]
     assert second.data_ptr() == first.data_ptr()
     assert second.tolist() == [2] * 1000

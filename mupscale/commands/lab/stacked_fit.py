@@ -16,20 +16,15 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from mupscale.callbacks import step_blocks
 from mupscale.callbacks.fast_loop import LeanEpochLoop, why_single
-from mupscale.callbacks.step_blocks import has_step_hooks
+from mupscale.callbacks.step_blocks import OF_EPOCHS, OF_STEPS, has_hooks
 from mupscale.callbacks.strides import Strides, strides_of
 from mupscale.errors import UserError
 from mupscale.models import _lightning_loop as loops
-from mupscale.models._lightning import callbacks_of
 from mupscale.models.base import Growable
 
 _ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-
-OF_EPOCHS = (
-    "on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_end",
-    "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end",
-)  # fmt: skip
 
 Opening = AbstractContextManager[tuple[Trainer, dict[str, Any]]]
 """A trainer, and the arguments of its `fit`. It is left when the fit is over, or with the error that ended it."""
@@ -215,31 +210,23 @@ class ProcessState:
 
 def free_steps(trainer: Trainer) -> float:
     """How many of the next steps of a fit need no hooks, validations and ends of epochs among them."""
-    module = trainer.lightning_module
-    if trainer.should_stop:
-        return 0  # it continues until min_epochs or min_steps
-    if loops.training_loader(trainer) is None or has_step_hooks(trainer):
+    if loops.training_loader(trainer) is None or has_hooks(trainer, OF_STEPS):
         return 0
-    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
-    steps = loops.steps_before_the_end(trainer)
-    has_hooks = any(is_overridden(hook, owner) for hook in OF_EPOCHS for owner in (module, *others))
-    is_alone = loops.validates(trainer) and not is_scored_jointly(trainer)
-    if has_hooks or is_alone or not loops.epochs_are_plain(trainer):
-        steps = min(steps, loops.steps_before_validation(trainer))
-    return max(0, min([steps, *(callback.free_steps(trainer, module) for callback in strides_of(trainer))]))
+    is_scored = not loops.validates(trainer) or is_scored_jointly(trainer)
+    passes_epochs = is_scored and not has_hooks(trainer, OF_EPOCHS) and loops.epochs_are_plain(trainer)
+    return step_blocks.free_steps(trainer, strides_of(trainer), passes_epochs)
 
 
 def is_scored_jointly(trainer: Trainer) -> bool:
     """Whether validations of many fits can be computed at once: no hook needs their single batches."""
     module = trainer.lightning_module
     hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end")
-    owners = [module, *(callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides))]
     return (
         isinstance(module, Growable)
         and module.joint_scores() is not None
         and loops.validation_loader(trainer) is not None
         and not any(is_overridden(hook, module) for hook in ("on_validation_epoch_end", "on_validation_end"))
-        and not any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+        and not has_hooks(trainer, hooks)
     )
 
 
