@@ -213,6 +213,7 @@ def shadowed_globals(source: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_comprehensions_shadow_no_global_of_their_function():
     source = "from a import b\ndef f(x):\n    y = [b for b in x]\n    return y, [b.c(z) for z in y]\n"
     assert shadowed_globals(source) == {"b"}

@@ -218,6 +218,7 @@ ONE_STEP = [
     "--trainer.limit_val_batches=1",
     "--trainer.num_sanity_val_steps=0",
     "--trainer.accelerator=cpu",
+    "--trainer.precision=32-true",  # bfloat16 takes many times as long on some CPUs
     "--trainer.enable_progress_bar=false",
     "--trainer.log_every_n_steps=1",
 ]
@@ -329,6 +330,7 @@ TRAINED_OFTEN = ("mlp/sgd", "resnet", "gpt2/by_heads")
 """Beside mlp/adamw: one of each model and of each way in which it grows."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", slow_except(EXPERIMENTS, "mlp/adamw", kept=TRAINED_OFTEN))
 def test_one_step_of_every_run(folder: str) -> None:
     """The commands as the files tell them, one after the other, at a tiny size: an upscale starts from the base before
@@ -370,6 +372,7 @@ OF_TRANSFORMERS = {"llama_tiny": (64, 128), "llama": (256, 512)}
 """The widths of each file in configs/hf."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(OF_TRANSFORMERS, "llama_tiny"))
 def test_models_of_transformers(name: str) -> None:
     """The files grow the model to twice its width, and a tiny one of the same kind trains so."""
@@ -392,6 +395,7 @@ DEEPER = {"mlp": (2, 8, "identity"), "gpt2": (4, 8, "interleave")}
 """The layers of each file in configs/depth, and how they are added."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEEPER)
 def test_models_that_become_deeper(name: str) -> None:
     """Tiny ones of the same kind train so; new layers that add nothing keep the loss."""

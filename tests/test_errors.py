@@ -8,10 +8,6 @@ from paths import ROOT
 from mupscale.errors import UserError, as_user_errors, needs_extra, pip_requirement
 
 
-def test_a_user_error_is_a_value_error():
-    assert issubclass(UserError, ValueError)
-
-
 def test_errors_of_the_given_kinds_become_user_errors():
     def read() -> None:
         with as_user_errors(OSError, KeyError):
@@ -45,9 +41,3 @@ def test_a_package_that_is_missing_names_its_extra():
 
 def test_an_installed_package_names_its_extra_on_the_index(tmp_path: Path):
     assert pip_requirement("data", tmp_path / "mupscale") == "'mupscale[data]'"
-
-
-def test_nothing_happens_where_nothing_fails():
-    with as_user_errors(OSError), needs_extra("data"):
-        value = 1
-    assert value == 1

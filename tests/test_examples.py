@@ -76,6 +76,7 @@ def test_the_module_under_mup(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rates) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_lightning_cli(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     program = EXAMPLES / "lightning_cli.py"

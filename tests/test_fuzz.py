@@ -33,7 +33,7 @@ def copied(workshop: Path, place: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.exhaustive)])
 def test_random_command_lines(count: int, workshop: Path, tmp_path: Path) -> None:
     with contextlib.chdir(workshop):
         lines = list(command_lines(count, seed=count))
@@ -47,7 +47,7 @@ def test_random_command_lines(count: int, workshop: Path, tmp_path: Path) -> Non
     assert refused > count / 2  # the lines are bad ones
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [25, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_damaged_files(count: int, workshop: Path, tmp_path: Path) -> None:
     wrong, refused = [], 0
     for name, spoil, words in damaged_files(count, seed=count):

@@ -71,6 +71,7 @@ def losses(name: str) -> list[float]:
     return [event.value for event in events.Scalars("train/loss")][::4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_the_first_version(name: str) -> None:
     assert losses(name) == pytest.approx(LOSSES[name], rel=1e-5)

@@ -15,7 +15,6 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
-from programs import run_program
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -74,6 +73,7 @@ def test_the_library_in_ten_lines(page: Path):
     assert isinstance(names["optimizer"], torch.optim.AdamW)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning")
@@ -145,6 +145,7 @@ def test_the_configuration_of_the_readme(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.startswith("width 64 → 256")
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_as_the_page_shows_it():
     """The three blocks before the LightningModule, one after another: the loop, the check, and discover."""
     names: dict[str, Any] = {}
@@ -169,6 +170,7 @@ def test_the_module_and_the_configuration_of_the_guide_train(capsys: pytest.Capt
     assert "step 3: width 32 → 128" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*is set, but there is no last checkpoint available")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
@@ -197,15 +199,6 @@ def test_the_guide_for_the_module_you_have(monkeypatch: pytest.MonkeyPatch):
     data = DataLoader(TensorDataset(names["points"], names["labels"]), batch_size=64)
     cli.trainer.fit(cli.model, data)
     assert cli.model.net[0].out_features == 256
-
-
-@pytest.mark.slow
-def test_the_error_of_the_guide_is_the_one_that_lightning_gives():
-    """Where torchvision cannot load its library."""
-    shown = block(MODULE, "text").strip()
-    done = run_program("-c", "import lightning.pytorch", status=None)
-    if done.returncode:
-        assert done.stderr.strip().splitlines()[-1] == shown
 
 
 def test_mup_as_the_page_shows_it():
@@ -277,18 +270,12 @@ def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.slow
-def test_the_quickstart_is_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_quickstart_is_exact(capsys: pytest.CaptureFixture[str]):
     quickstart("verify")
     assert "width 64 → 256: exact" in capsys.readouterr().out
-    monkeypatch.setattr(
-        "mupscale.widening.table.lr", lambda *_: 1.0
-    )  # a broken rule: the verdict is no, and so is the exit code
-    with pytest.raises(SystemExit) as caught:
-        quickstart("verify")
-    assert caught.value.code == 1
-    assert "NOT exact" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_discover_as_the_page_shows_it():
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "page"}
@@ -303,6 +290,7 @@ def test_discover_as_the_page_shows_it():
     assert not torch.allclose(wide(tokens), narrow(tokens), rtol=0, atol=1e-2), "rescale is not needed"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_models_of_transformers_as_the_page_shows_them(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("transformers")

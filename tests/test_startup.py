@@ -67,6 +67,7 @@ def test_importing_the_package_loads_nothing():
     assert after["opened"] == []
 
 
+@pytest.mark.slow
 def test_the_whole_library_loads_torch_and_little_else():
     torch, everything = started("import torch"), started(EVERYTHING)
     assert not packages(everything["modules"]) & HEAVY

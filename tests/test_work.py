@@ -152,6 +152,7 @@ def operations(model: str, folder: Path) -> list[Counter[str]]:
     return [counting.by_step[step] for step in range(LOG_EVERY, 2 * LOG_EVERY - 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_kernels_of_a_step(model: str, tmp_path: Path) -> None:
     steps = operations(model, tmp_path)
@@ -265,6 +266,7 @@ def test_a_fast_loop_calls_few_functions(tmp_path: Path) -> None:
     assert captured < 0.2 * lightning
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("captures")
 def test_a_captured_step_without_events_is_a_batch_and_a_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -211,6 +211,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_grow_is_refused_before_the_first_step_with_the_remedy(case: str, tmp_path: Path) -> None:

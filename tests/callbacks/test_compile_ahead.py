@@ -98,6 +98,7 @@ class Watching(Callback):
             raise RuntimeError("the run fails")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["the growth", "an exception"])
 def test_the_process_ends_with_the_growth_or_the_run(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from training_runs import TREESPEC_WARNING
 
 from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.fast_loop import hook_inside_a_step
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
@@ -202,22 +201,6 @@ class Skips(MLP):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) if batch_idx >= 4 else None
-
-
-class PlainByHand(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-def test_only_steps_by_hand_need_a_hook_inside() -> None:
-    """Steps with one are neither captured nor stacked."""
-    for module, hook in ((mlp(), None), (LightningModule(), None), (PlainByHand(), ("Curves", "on_before_backward"))):
-        curves = Curves()
-        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[curves])
-        trainer.strategy.connect(module)
-        curves.setup(trainer, module, "fit")
-        assert hook_inside_a_step(trainer) == hook
 
 
 def logged(kind: type[MLP], folder: Path, metric: str = "last_50%", **settings: Any) -> tuple[dict[int, float], float]:

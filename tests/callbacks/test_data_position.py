@@ -156,6 +156,7 @@ def test_the_next_batch_is_that_of_the_uninterrupted_run(name: str, tmp_path: Pa
         assert all(torch.equal(found[key], expected[key]) for key in expected), step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shuffled", "stateful", "stateful with a length"])
 def test_an_epoch_after_one_that_is_over(name: str, tmp_path: Path) -> None:
     limits = {"max_steps": -1, "max_epochs": 3, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
@@ -166,13 +167,6 @@ def test_an_epoch_after_one_that_is_over(name: str, tmp_path: Path) -> None:
 
 class Unvalidated(Dropping):
     """Has a `validation_step`, but no data for it."""
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-def test_a_run_without_data_for_validations(tmp_path: Path) -> None:
-    expected = fitted(LOADERS["shuffled"](), tmp_path, kind=Unvalidated)
-    found = fitted(LOADERS["shuffled"](), tmp_path, 7, Unvalidated)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 class FirstOfTwo(Dropping):
@@ -188,13 +182,3 @@ def test_what_cannot_be_continued_exactly_is_told(tmp_path: Path) -> None:
     fitted(several(), tmp_path, kind=FirstOfTwo, max_steps=7)
     with pytest.warns(UserWarning, match="data loaders with and without state_dict: the batches after this resume"):
         fitted(several(), tmp_path, 2, FirstOfTwo, max_steps=7)
-
-
-@pytest.mark.slow
-def test_workers_that_stay(tmp_path: Path) -> None:
-    def loader() -> Any:
-        return DataLoader(TensorDataset(*data()), 8, num_workers=1, persistent_workers=True)
-
-    fitted(loader(), tmp_path, max_steps=7)
-    with pytest.warns(UserWarning, match="persistent_workers, whose random numbers are not saved"):
-        fitted(loader(), tmp_path, 6, max_steps=7)

@@ -33,7 +33,6 @@ from mupscale.callbacks.plain import WidthBar, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import step_kind
-from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.filterwarnings(
@@ -133,6 +132,7 @@ def replace(trainer: Trainer) -> None:
     trainer.strategy.setup(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "eager"), [(partial(set_decay, value=0.3), 1), (freeze, 1), (rewind, 1), (replace, 3)]
 )
@@ -143,24 +143,6 @@ def test_what_a_graph_cannot_follow_makes_a_new_one(
     ours = fit(Case(), tmp_path / "captured", Watch(12, action), FastLoop(cuda_graph=True))
     assert_same_run(ours, theirs)
     assert [step.calls for step in captures] == [12 - 3, 13 - eager]
-
-
-def test_a_constant_that_changes_at_every_step_is_never_captured(captures: list[StandIn], tmp_path: Path) -> None:
-    class Decay(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            set_decay(trainer, 0.1 + 0.01 * trainer.global_step)
-
-    ours = fit(Case(), tmp_path / "captured", Decay(), FastLoop(cuda_graph=True))
-    theirs = fit(Case(), tmp_path / "lightning", Decay())
-    assert_same_run(ours, theirs)
-    assert captures == []
-
-
-def test_epochs_that_end_in_the_fourth_batch_are_captured_all_the_same(captures: list[StandIn], tmp_path: Path) -> None:
-    case = Case(loader=lambda parts: ResidentLoader(parts, 24, shuffle=True))  # 24, 24, 24 and 8 rows
-    assert_same_run(fit(case, tmp_path / "captured", FastLoop(cuda_graph=True)), fit(case, tmp_path / "lightning"))
-    warm_up, ragged, before_the_second_in_a_row, later_ragged = 3, 1, 1, 5
-    assert [step.calls for step in captures] == [25 - warm_up - ragged - before_the_second_in_a_row - later_ragged]
 
 
 def test_steps_captured_while_a_learning_rate_is_sought_are_not_replayed_after(

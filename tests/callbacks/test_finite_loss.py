@@ -64,6 +64,7 @@ class Poisoned(type(mlp())):  # type: ignore[misc]
         return loss * math.inf if is_bad else loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulating"])
 @pytest.mark.parametrize(("swap", "width"), [(3, 16), (6, 16), (7, 8)])
 def test_the_width_is_that_of_the_step(settings: dict[str, Any], swap: int, width: int, tmp_path: Path) -> None:

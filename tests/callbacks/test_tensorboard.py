@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import tensorboard
 import yaml
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from paths import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mupscale.__main__ import main
-from mupscale.callbacks import log_files
 from mupscale.callbacks.tensorboard import LossFirstLogger, loss_first, tag_in
 from mupscale.commands.cli import parsed
 
@@ -109,35 +107,3 @@ def test_a_resumed_run_keeps_its_tags(kind: str) -> None:
     main(["resume", str(run)])
     assert curves() == before
     assert before["train/loss"] == list(range(6))
-
-
-def test_its_event_files_count_as_those_of_tensorboard(tmp_path: Path) -> None:
-    logger = LossFirstLogger(tmp_path, "", "run")
-    trainer = Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False)
-    logger.log_metrics({"width": 8}, step=1)
-    logger.save()
-    assert log_files.folder(trainer, trainer.log_dir) == tmp_path / "run"
-    lengths = log_files.written(trainer)
-    logger.log_metrics({"width": 16}, step=2)
-    logger.save()
-    log_files.cut_back(trainer, lengths)
-    assert curves(logger.log_dir) == {"train/width": [1]}
-    log_files.delete(trainer)
-    assert list((tmp_path / "run").glob("events*")) == []
-
-
-def test_what_is_written_does_not_depend_on_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next run of a stack is parsed, in another working directory, while the writer's thread works."""
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    logger = LossFirstLogger("runs", name="", version="one")
-    logger.log_metrics({"train/loss": 1.0}, 1)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    logger.log_metrics({"train/loss": 2.0}, 2)
-    logger.experiment.flush()
-    monkeypatch.chdir(tmp_path)
-    logger.finalize("success")
-    assert [path.parent for path in tmp_path.rglob("events.out.tfevents.*")] == [tmp_path / "runs" / "one"]
-    assert curves("runs/one")["train/loss"] == [1, 2]

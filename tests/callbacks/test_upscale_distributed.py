@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_modules import SETTINGS
-from distributed_run import DEEPER, SAVED, STEPS, Data, learned
+from distributed_run import SAVED, STEPS, Data, learned
 from lightning.pytorch import Trainer, seed_everything
 from paths import SUPPORT
 from programs import TORCHRUN, run_program
@@ -36,9 +36,7 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-@pytest.mark.parametrize(
-    ("model", "kind"), [("mlp", "ddp"), ("mlp", "fsdp"), ("gpt2", "ddp"), ("gpt2", "fsdp"), ("resnet18", "fsdp")]
-)
+@pytest.mark.parametrize(("model", "kind"), [("mlp", "ddp"), ("mlp", "fsdp"), ("gpt2", "fsdp")])
 def test_on_two_processes(model: str, kind: str, distributed: list[dict[Any, Any]]) -> None:
     mine, other = distributed
     narrow, wide = mine[kind, model, "narrow"], mine[kind, model, "wide"]
@@ -49,15 +47,14 @@ def test_on_two_processes(model: str, kind: str, distributed: list[dict[Any, Any
         assert_identical(wide[part], other[kind, model, "wide"][part])
 
 
-@pytest.mark.parametrize("model", ["mlp", "gpt2"])
-def test_on_two_processes_with_noise(model: str, distributed: list[dict[Any, Any]]) -> None:
+def test_on_two_processes_with_noise(distributed: list[dict[Any, Any]]) -> None:
     for kind in ("ddp", "fsdp"):
-        mine, other = (rank[kind, model, "noisy"] for rank in distributed)
-        narrow = distributed[0][kind, model, "narrow"]
+        mine, other = (rank[kind, "mlp", "noisy"] for rank in distributed)
+        narrow = distributed[0][kind, "mlp", "narrow"]
         assert float((mine["losses"] - narrow["losses"]).abs().max()) > 1e-4, "noise must do something"
         for part in ("weights", "state"):
             assert_identical(mine[part], other[part])
-    ddp, fsdp = (distributed[0][kind, model, "noisy"] for kind in ("ddp", "fsdp"))
+    ddp, fsdp = (distributed[0][kind, "mlp", "noisy"] for kind in ("ddp", "fsdp"))
     for part in ("weights", "state"):
         assert largest_difference(ddp[part], fsdp[part]) < 1e-6
 
@@ -87,17 +84,16 @@ def test_on_two_processes_by_a_fraction(distributed: list[dict[Any, Any]]) -> No
 
 def test_on_two_processes_in_depth(distributed: list[dict[Any, Any]]) -> None:
     mine, other = distributed
-    for name in DEEPER:
-        ddp, fsdp = (mine[kind, "gpt2", name] for kind in ("ddp", "fsdp"))
-        assert float((ddp["losses"] - fsdp["losses"]).abs().max()) < 1e-5, name
-        for kind in ("ddp", "fsdp"):
-            grown, resumed = mine[kind, "gpt2", name], mine[kind, "gpt2", f"{name}, resumed"]
-            assert sum(weight.endswith("qkv.weight") for weight in grown["weights"]) == 4
-            assert torch.equal(resumed["losses"], grown["losses"][SAVED:])
-            for part in ("weights", "state"):
-                assert_identical(grown[part], other[kind, "gpt2", name][part])
-                assert_identical(resumed[part], grown[part])
-            assert largest_difference(grown["weights"], ddp["weights"]) < 1e-5
+    ddp, fsdp = (mine[kind, "gpt2", "deeper"] for kind in ("ddp", "fsdp"))
+    assert float((ddp["losses"] - fsdp["losses"]).abs().max()) < 1e-5
+    for kind in ("ddp", "fsdp"):
+        grown, resumed = mine[kind, "gpt2", "deeper"], mine[kind, "gpt2", "deeper, resumed"]
+        assert sum(weight.endswith("qkv.weight") for weight in grown["weights"]) == 4
+        assert torch.equal(resumed["losses"], grown["losses"][SAVED:])
+        for part in ("weights", "state"):
+            assert_identical(grown[part], other[kind, "gpt2", "deeper"][part])
+            assert_identical(resumed[part], grown[part])
+        assert largest_difference(grown["weights"], ddp["weights"]) < 1e-5
 
 
 def test_on_two_processes_from_a_base(distributed: list[dict[Any, Any]]) -> None:

@@ -57,6 +57,7 @@ class Frozen(Callback):
             pl_module.net.layers[0].requires_grad_(True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("until", [None, 20])
 def test_frozen_parameters_stay_frozen(until: int | None, tmp_path: Path) -> None:
@@ -173,15 +174,6 @@ def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> N
     without = fit(make(), tmp_path, swap(0), steps=40)
     assert torch.equal(without.losses[:11], whole.losses[:11])
     assert gap(without, whole) > 1e-6
-
-
-@pytest.mark.slow
-def test_a_warm_up_goes_on_through_a_second_upscale(tmp_path: Path) -> None:
-    def first() -> UpscaleCallback:
-        return UpscaleCallback(10, 16, transfer_state="reset_new_copies", rewarm_steps=20)
-
-    once, twice = fit(mlp(), tmp_path, first()), fit(mlp(), tmp_path, first(), UpscaleCallback(15, 48))
-    assert gap(once, twice) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -169,22 +169,6 @@ def test_a_width_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> Non
     refused(f"UpscaleCallback.width = {wide} does not fit .*memory", mlp(), tmp_path, UpscaleCallback(5, wide))
 
 
-def test_levels_that_make_no_sense_are_refused_before_training(tmp_path: Path) -> None:
-    for value in (math.nan, math.inf):
-        optimizer = partial(torch.optim.SGD, lr=value)
-        refused(f"model.optimizer: lr of SGD must be a finite .*got {value}", mlp(optimizer=optimizer), tmp_path)
-        optimizer = partial(torch.optim.SGD, lr=0.1, weight_decay=value)
-        refused(f"model.optimizer: weight_decay of SGD .*got {value}", mlp(optimizer=optimizer), tmp_path)
-        optimizer = partial(torch.optim.SGD, lr=0.1, momentum=value)
-        refused(f"model.optimizer: momentum of SGD .*got {value}", mlp(optimizer=optimizer), tmp_path)
-        optimizer = partial(torch.optim.AdamW, eps=value)
-        refused("(?i)eps", mlp(optimizer=optimizer), tmp_path)
-    for clip in (math.nan, math.inf, -1.0):
-        for algorithm in ("norm", "value"):
-            settings = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
-            refused(f"trainer.gradient_clip_val must be .*got {clip}", mlp(), tmp_path, **settings)
-
-
 class Spoilt(Callback):
     """Puts a NaN into a weight after a step."""
 

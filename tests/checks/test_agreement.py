@@ -131,15 +131,6 @@ def test_the_precision_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     assert str(found).startswith("not checked: copies of both models do not fit into half of the free memory")
 
 
-def test_where_float64_does_not_exist_float32_is_used():
-    def forward(s: Any, x: Tensor) -> Tensor:
-        if x.dtype is torch.float64:
-            raise NotImplementedError("no kernel for Double")
-        return s.body(x)
-
-    assert checked(lambda n: Net(forward, body=mlp(n))).precision == "float32"
-
-
 def test_models_on_meta_are_not_checked():
     narrow = mlp(8)
     with torch.device("meta"):
@@ -258,13 +249,6 @@ def test_where_perturbed_parameters_give_nan_the_given_ones_are_used():
     assert found.outputs < 1e-14
 
 
-def test_masked_outputs_agree():
-    mask = torch.tensor([0.0, -torch.inf, 0.0, 0.0])
-    found = checked(lambda n: seq(mlp(n), act(lambda x: x + mask)))
-    assert found.exact is True
-    assert found.outputs < 1e-14
-
-
 @pytest.mark.parametrize(
     "returns",
     [
@@ -306,42 +290,6 @@ def test_a_call_that_shows_nothing_is_refused(call: Callable[[nn.Module], Any], 
         checked(mlp, call)
 
 
-def test_averaged_and_shared_modules():
-    averaged = checked(lambda n: torch.optim.swa_utils.AveragedModel(mlp(n)))
-    assert averaged.exact is True
-
-    def twice(n: int) -> nn.Module:
-        layer = nn.Linear(n, n)
-        return seq(nn.Linear(6, n), layer, nn.Tanh(), layer, nn.Linear(n, 4))
-
-    assert checked(twice).gradients < 1e-12
-
-
-def test_a_module_that_is_compiled_runs_as_written():
-    def build(n: int) -> nn.Module:
-        model = mlp(n)
-        model.compile(backend=lambda graph, inputs: pytest.fail("it is compiled"))
-        return model
-
-    assert checked(build).exact is True
-    assert checked(lambda n: torch.compile(mlp(n), backend=lambda graph, inputs: pytest.fail("it is compiled"))).exact
-
-
-def test_recomputed_activations():
-    def forward(s: Any, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(s.body, x, use_reentrant=False)
-
-    assert checked(lambda n: Net(forward, body=mlp(n))).gradients < 1e-12
-
-
-def test_sparse_gradients_are_compared():
-    tokens = batch("tokens")
-    found = checked(
-        lambda n: seq(nn.Embedding(11, n, sparse=True), nn.Tanh(), nn.Linear(n, 3)), lambda model: model(tokens)
-    )
-    assert (found.exact, found.untested) == (True, ())
-
-
 def test_a_wrapped_model_is_refused_with_the_remedy():
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -353,16 +301,6 @@ def test_a_wrapped_model_is_refused_with_the_remedy():
             check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(VECTORS))
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_outputs_that_grow_are_noted():
-    """They may be features, which is right, or classes, which is a mistake."""
-    found = checked(lambda n: seq(nn.Linear(6, n), nn.Tanh(), nn.Linear(n, 3 * n // 8)))
-    assert found.exact is True
-    assert found.notes == (
-        "what call(model) returns grows (5, 3) → (5, 6), by copies of its entries. If these are classes or targets, "
-        "give the wide model as many as the narrow one has",
-    )
 
 
 def unpadded_conv(n: int) -> nn.Module:

@@ -23,7 +23,7 @@ from mupscale.models import gpt2
 from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.growth_check import LossBySize
-from mupscale.models.mlp import MLP, MLPNet
+from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
 from mupscale.widening import state
 from mupscale.widening.growth import Growth
@@ -120,31 +120,6 @@ def test_gpt2_passes(tied: bool) -> None:
     assert -0.45 < logits < -0.2 if tied else logits == pytest.approx(-0.5, abs=0.05)
 
 
-class Recurrent(Growable):
-    """A language model with a table drawn from N(0, 1), as torch does, and tied: narrow ones begin with large and
-    random outputs.
-    """
-
-    def __init__(self, width: int, base_width: int = 32, **settings: Any) -> None:
-        super().__init__(width, base_width, **settings)
-
-    def build(self, width: int) -> nn.Module:
-        net = nn.ModuleDict(
-            {
-                "table": nn.Embedding(40, width),
-                "cell": nn.GRU(width, width),
-                "readout": mupscale.Readout(width, 40, False),
-            }
-        )
-        net["readout"].weight = net["table"].weight
-        return net
-
-    def loss(self, batch: Tensor) -> Tensor:
-        assert isinstance(self.net, nn.ModuleDict)
-        outputs = self.net["readout"](self.net["cell"](self.net["table"](batch[:, :-1].T))[0])
-        return F.cross_entropy(outputs.flatten(0, 1), batch[:, 1:].T.flatten())
-
-
 def check_depth(module: Growable, batches: list[Any], depths: tuple[int, ...] = (2, 4, 8, 16)) -> CoordCheck:
     loss = LossBySize(module)
 
@@ -180,25 +155,7 @@ def test_depths_without_completep_are_named() -> None:
     assert "blocks.*: fresh: its update grows as depth^+0." in str(answer)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_except([adamw, sgd], kept=[adamw]))
-def test_updates_of_a_right_network_may_fall_towards_their_limit(optimizer: Callable[[Any], Optimizer]) -> None:
-    """What its initial outputs have of chance, its updates have as well."""
-    answer = check(Recurrent(32, optimizer=optimizer), tokens(40, rows=16, length=12))
-    assert answer.passed, str(answer)
-    assert answer.layers["readout"]["fresh"].update < -0.35
-
-
 # --- what is not
-
-
-class PlainMLP(MLP):
-    """With an ordinary linear layer as readout."""
-
-    def build(self, width: Any) -> nn.Module:
-        net = MLPNet(20, [width] * 3, 7)
-        net.readout = nn.Linear(width, 7)
-        return net
 
 
 class SummingMLP(MLP):
@@ -210,24 +167,6 @@ class SummingMLP(MLP):
         return net
 
 
-class PartlyUnscaledMLP(MLP):
-    """One matrix of which has the same learning rate at every width."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        assert isinstance(self.net, MLPNet)
-        weight = self.net.layers[2].weight
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if p is not weight]
-        optimizer.add_param_group({"params": [weight]})
-        return optimizer
-
-
-def unaveraged_readout_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = noise.init_scale
-    monkeypatch.setattr(noise, "init_scale", lambda entry: original(replace(entry, base=None)))
-
-
 @pytest.mark.slow
 def test_a_readout_that_sums_is_named() -> None:
     answer = check_mlp(SummingMLP)
@@ -237,63 +176,12 @@ def test_a_readout_that_sums_is_named() -> None:
     assert "FAILED in 1 of 4 layers, look first at readout" in str(answer)
 
 
-@pytest.mark.slow
-def test_a_plain_readout_is_named_if_noise_on_it_is_as_on_one_that_averages(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_mlp(PlainMLP).passed
-    unaveraged_readout_noise(monkeypatch)
-    answer = check_mlp(PlainMLP)
-    assert failing(answer, "fresh") == []
-    assert failing(answer, "doubled") == failing(answer, "grown") == ["readout"]
-    assert answer.layers["readout"]["doubled"].output == pytest.approx(0.5, abs=0.15)
-    assert check_mlp(PlainMLP, noise=None).passed
-
-
-@pytest.mark.slow
-def test_the_layer_to_look_at_is_where_outputs_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGD's updates depend on the size of gradients, so that those before a wrong readout fail with it."""
-    unaveraged_readout_noise(monkeypatch)
-    answer = check_mlp(PlainMLP, sgd)
-    assert next(iter(answer.failing)) == "layers.0"
-    assert answer.first == "readout"
-    assert "FAILED in 4 of 4 layers, look first at readout" in str(answer)
-
-
-@pytest.mark.slow
-def test_a_fused_readout_that_sums_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = GPT2.network
-
-    def network(self: GPT2, width: int) -> nn.Module:
-        net = original(self, width)
-        net.head.readout.multiplier = 1.0
-        return net
-
-    monkeypatch.setattr(GPT2, "network", network)
-    assert failing(check(language_model(tied=False), tokens(64), noise=None), "fresh") == ["head.readout"]
-    with pytest.raises(ValueError, match=r"'wte.weight' = 'head.readout.weight' is used in conflicting roles"):
-        check(language_model(), tokens(64))
-
-
 def test_unscaled_rates_are_named() -> None:
     answer = check_mlp(UnscaledMLP)
     # Adam's rate for the first layer is the same at every width
     assert failing(answer, "fresh")[:2] == ["layers.1", "layers.2"]
     assert answer.first == next(iter(answer.failing)) == "layers.1"
     assert answer.layers["layers.2"]["fresh"].update > 0.5
-
-
-@pytest.mark.slow
-def test_one_unscaled_rate_is_named_first() -> None:
-    answer = check_mlp(PartlyUnscaledMLP)
-    assert next(iter(answer.failing)) == "layers.2"
-    assert {"layers.0", "layers.1"}.isdisjoint(answer.failing)
-
-
-@pytest.mark.slow
-def test_unscaled_rates_of_sgd_let_updates_vanish() -> None:
-    answer = check_mlp(UnscaledMLP, sgd)
-    assert failing(answer, "fresh")[0] == "layers.0"
-    assert answer.layers["layers.0"]["fresh"].update < -0.75
-    assert "its update vanishes as width^-" in answer.failing["layers.0"]
 
 
 @pytest.mark.slow

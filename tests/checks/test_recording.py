@@ -46,46 +46,6 @@ def test_inputs_and_outputs_are_copies_of_floating_point_tensors():
     assert whole.inputs[0].any()
 
 
-def test_keyword_inputs_are_recorded():
-    model = Twice()
-    with Recorder(model, lambda module: module is model) as recorder:
-        model(torch.randn(2, 3), mask=torch.tensor([0.5]))
-    (call,) = recorder.calls
-    assert call.inputs[1].item() == 0.5
-
-
-def test_only_the_modules_wanted_are_recorded():
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with Recorder(model, lambda module: isinstance(module, nn.Linear)) as recorder:
-        model(torch.randn(2, 3))
-    assert [call.name for call in recorder.calls] == ["0", "2"]
-
-
-def test_nothing_is_recorded_after_the_end():
-    model = nn.Sequential(nn.Linear(3, 4))
-    recorder = Recorder(model)
-    with recorder:
-        model(torch.randn(2, 3))
-    model(torch.randn(2, 3))
-    assert len(recorder.calls) == 2
-    assert not model[0]._forward_hooks
-    assert not model[0]._forward_pre_hooks
-
-
-def test_buffers_are_put_back():
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    model(torch.randn(8, 3))
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    held = dict(model.named_buffers())
-    with buffers_kept(model):
-        model(torch.randn(8, 3))
-        assert model[1].num_batches_tracked == 2
-    assert model[1].num_batches_tracked == 1
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, before[name])
-        assert buffer is held[name]
-
-
 def test_buffers_are_put_back_after_an_error():
     model = nn.BatchNorm1d(4)
 

@@ -14,8 +14,6 @@ from tiers import slow_except
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchvision.models.regnet import BlockParams, RegNet
-from torchvision.models.resnet import BasicBlock, ResNet
-from torchvision.models.vgg import make_layers
 
 import mupscale
 
@@ -26,10 +24,6 @@ STEPS = 15
 
 def adamw(params):
     return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.02, momentum=0.9, weight_decay=1e-3)
 
 
 def tokens() -> list[Tensor]:
@@ -46,11 +40,6 @@ def next_token(model: nn.Module, batch: Tensor) -> Tensor:
 
 def same_token(model: nn.Module, batch: Tensor) -> Tensor:
     return cross_entropy(model(batch).flatten(0, 1), batch.flatten())
-
-
-def translation(model: nn.Module, batch: Tensor) -> Tensor:
-    logits = model(input_ids=batch, decoder_input_ids=batch).logits
-    return cross_entropy(logits.flatten(0, 1), batch.roll(1).flatten())
 
 
 def classification(model: nn.Module, batch: Any) -> Tensor:
@@ -84,33 +73,6 @@ def gpt2(k: int) -> nn.Module:
     return hf.GPT2LMHeadModel(hf.GPT2Config(**config, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
-def t5(k: int, **settings: Any) -> nn.Module:
-    config = {"vocab_size": VOCABULARY, "d_kv": 4, "num_layers": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(**config, d_model=16 * k, d_ff=24 * k, num_heads=4 * k, **settings)
-    )
-
-
-def t5_v1_1(k: int) -> nn.Module:
-    return t5(k, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-
-
-class ResNet18(ResNet):
-    """torchvision's ResNet-18 with `width` channels in its stem where the original has 64."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        super().__init__(BasicBlock, [2, 2, 2, 2])
-        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.fc = nn.Linear(8 * width, CLASSES)
-
-    def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Sequential:
-        if planes == 64:
-            self.inplanes = self.width
-        return super()._make_layer(block, planes * self.width // 64, *args, **kwargs)
-
-
 def regnet(k: int) -> nn.Module:
     stages = BlockParams(
         [1, 2], [16 * k, 32 * k], group_widths=[4, 4], bottleneck_multipliers=[1.0, 1.0], strides=[2, 2], se_ratio=0.25
@@ -120,18 +82,6 @@ def regnet(k: int) -> nn.Module:
 
 def shufflenet(k: int) -> nn.Module:
     return torchvision.models.ShuffleNetV2([1, 2, 1], [8 * k, 16 * k, 32 * k, 64 * k, 64 * k], num_classes=CLASSES)
-
-
-def vgg(k: int) -> nn.Module:
-    features = make_layers([4 * k, "M", 8 * k, "M"], batch_norm=True)
-    return nn.Sequential(
-        features,
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * k, 16 * k),
-        nn.ReLU(),
-        nn.Linear(16 * k, CLASSES),
-    )
 
 
 class TorchTransformer(nn.Module):
@@ -160,7 +110,6 @@ class Case(NamedTuple):
 
 GQA = {"*.q_proj.weight": {0: 8}, "*.[kv]_proj.weight": {0: 4}, "*.o_proj.weight": {1: 8}}
 FUSED_GQA = {"*.qkv_proj.weight": {0: [(16, 8, 2), (8, 4, 2), (8, 4, 2)]}, "*.o_proj.weight": {1: 8}}
-T5_HEADS = {"*.[qkv].weight": {0: 4}, "*.o.weight": {1: 4}}
 REGNET_GROUPS = {"*.f.a.0.weight": {0: 4}, "*.f.[ab].1.weight": {0: 4}, "*.f.c.0.weight": {1: 4}}
 EXPERTS = {"*.experts.*": "matrix", "*.mlp.gate.weight": "readout"}
 
@@ -187,15 +136,10 @@ CASES = {
     "mixtral": Case(
         decoder("Mixtral", eager_experts=True, num_local_experts=4), tokens, next_token, GQA, EXPERTS, rounds=True
     ),
-    "t5_v1_1": Case(
-        t5_v1_1, tokens, translation, T5_HEADS, {"decoder.final_layer_norm.weight": "readout"}, rounds=True
-    ),
-    "resnet18": Case(lambda k: ResNet18(4 * k), images(32), classification),
     "regnet": Case(
         regnet, images(32), classification, REGNET_GROUPS | {"*.f.se.fc1.weight": {1: 4}, "*.f.se.fc2.weight": {0: 4}}
     ),
     "shufflenet": Case(shufflenet, images(64), classification, SHUFFLES),
-    "vgg": Case(vgg, images(16), classification, {"3.weight": {1: 4}}),
     "nn.Transformer": Case(TorchTransformer, tokens, same_token),
 }
 
@@ -215,21 +159,13 @@ def check(case: Case, answer: mupscale.Verdict) -> None:
     assert answer.activation_drift <= (1e-4 if case.rounds else 1e-8)
 
 
-KEPT = ("phi3", "regnet", "shufflenet", "nn.Transformer")
-"""Those with hints of each kind; the others are in tests below."""
-
-
-@pytest.mark.parametrize("name", slow_except(CASES, "gpt2", kept=KEPT))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", slow_except(CASES, "gpt2", kept=["phi3", "regnet", "shufflenet", "nn.Transformer"]))
 def test_exact_under_adamw(name):
     check(CASES[name], verdict(CASES[name]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet18"])
-def test_exact_under_clipped_momentum_and_threefold_width(name):
-    check(CASES[name], verdict(CASES[name], k=3, optimizer=sgd, clip=0.1))
-
-
 @pytest.mark.parametrize(
     ("name", "change", "module", "drifts"),
     [
@@ -238,7 +174,6 @@ def test_exact_under_clipped_momentum_and_threefold_width(name):
         ("llama", {"blocks": GQA | {"*.q_proj.weight": {0: 4}}}, "model.layers.0.self_attn.o_proj", "its output"),
         ("mixtral", {"roles": {"*.experts.*": "matrix"}}, "model.layers.0.mlp.gate", "its output"),
         ("regnet", {"blocks": REGNET_GROUPS}, "trunk_output.block1.block1-0.f.se.fc1", "its output"),
-        ("vgg", {"blocks": None}, "3", "its output"),
     ],
 )
 def test_first_divergent_module_is_the_one_at_fault(name, change, module, drifts):
@@ -246,31 +181,6 @@ def test_first_divergent_module_is_the_one_at_fault(name, change, module, drifts
     assert not answer.passed
     assert answer.first_divergent == module
     assert drifts in answer.reason
-
-
-@pytest.mark.slow
-def test_tied_t5_scales_its_logits_by_the_width():
-    """d_model**-0.5 before the tied readout: no role makes up for it. T5 1.1, above, has none."""
-    answer = verdict(CASES["t5_v1_1"]._replace(build=t5), steps=1)
-    assert not answer.passed
-    assert answer.activation_drift == pytest.approx(1 - 0.5**0.5, rel=0.05)
-
-
-@pytest.mark.slow
-def test_tied_t5_is_exact_with_a_unit():
-    """The last norm makes up for d_model**-0.5."""
-    torch.manual_seed(0)
-    case = CASES["t5_v1_1"]
-    answer = mupscale.verify(
-        t5(1),
-        t5(2),
-        optimizer=adamw,
-        batches=case.batches(),
-        loss=case.loss,
-        steps=12,
-        hints=mupscale.Hints(roles=case.roles, blocks=case.blocks, rescale={"decoder.final_layer_norm.weight": 2**0.5}),
-    )
-    check(case, answer)
 
 
 def test_tied_readout_without_a_role_is_refused():

@@ -2,8 +2,7 @@
 
 import copy
 import math
-import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,22 +209,6 @@ def test_complex_weights_are_compared_in_complex128(optimizer: str):
     assert "mupscale.discover looks for a plan" in str(broken)
 
 
-def test_complex_numbers_that_are_rounded_get_the_tolerance_of_float32():
-    class Rounding(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            layers = (nn.Linear(a, b, dtype=torch.complex64) for a, b in ((3, width), (width, 2)))
-            self.layers = nn.Sequential(*layers)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x).to(torch.complex64).to(torch.complex128).abs()
-
-    batches = [torch.randn(8, 3, dtype=torch.complex64)]
-    answer = verify_layers(Rounding(4), Rounding(12), batches=batches)
-    assert answer.tolerance == TOLERANCE_FLOAT32
-    assert answer.passed, answer
-
-
 # --- broken rules
 
 
@@ -247,6 +230,7 @@ def test_an_unscaled_hyperparameter(rule: str, optimizer_name: str, monkeypatch:
     assert not verdict("mlp", optimizer_name).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["gradient", "weight"])
 @pytest.mark.parametrize("rule", ["lr", "coupled_weight_decay"])
 def test_one_half_of_a_factor_missing(rule: str, column: str, monkeypatch: pytest.MonkeyPatch):
@@ -381,24 +365,6 @@ def test_the_module_that_computed_a_wrong_input_is_blamed_and_not_one_inside_the
     answer = verify_layers(*models)
     assert answer.first_divergent == "0"
     assert "what it computes before '0.block' drifts" in answer.reason
-
-
-class Normalised(nn.Module):
-    """Hands out features of length 1, as CLIP does, and compares them with others."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(3, width), nn.Linear(3, width)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        one, other = (nn.functional.normalize(layer(x), dim=-1) for layer in (self.one, self.other))
-        return one @ other.T, one
-
-
-def test_features_of_length_one_are_no_false_alarm():
-    torch.manual_seed(0)
-    answer = verify_layers(Normalised(4), Normalised(12), loss=lambda model, x: model(x)[0].square().mean())
-    assert answer.passed, answer
 
 
 def test_a_model_without_float64_is_refused_in_one_line():
@@ -553,57 +519,10 @@ class Plain(nn.Module):
         return self.readout(torch.tanh(self.inner(x)))
 
 
-class Cached(Plain):
-    """Keeps its activations, also in a buffer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.lock = threading.Lock()
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = {"hidden": [torch.tanh(self.inner(x))]}
-        self.mean = self.kept["hidden"][0].mean()
-        return self.readout(self.kept["hidden"][0])
-
-
-class Mapped(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.vmap(super().forward)(x)
-
-
 class Generating(Plain):
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.numbers = (number for number in range(3))
-
-
-@dataclass(frozen=True)
-class Rows:
-    x: Tensor
-    more: dict[str, Any] = field(default_factory=dict)
-
-
-class OfRows(Plain):
-    """Takes a dataclass, and its inner model returns one."""
-
-    def forward(self, rows: Any) -> Any:
-        return super().forward(rows.x + rows.more["shift"][0])
-
-
-class Opaque:
-    def __init__(self) -> None:
-        self.x, self.more = torch.randn(8, 3), {"shift": [0.0]}
-
-
-def test_activations_that_a_model_keeps_and_locks():
-    narrow, wide = Cached(4), Cached(12)
-    for model in (narrow, wide):
-        model(torch.randn(8, 3)).sum().backward()
-    hidden = narrow.kept["hidden"][0]
-    assert verify_layers(narrow, wide).passed
-    assert narrow.kept["hidden"][0] is hidden
-    assert hidden.grad_fn is not None
 
 
 def test_an_attribute_that_cannot_be_copied_is_named():
@@ -611,26 +530,6 @@ def test_an_attribute_that_cannot_be_copied_is_named():
     models = [nn.Sequential(nn.Identity(), kind(width)) for kind, width in ((Plain, 4), (Generating, 12))]
     with pytest.raises(UserError, match=reason):
         verify_layers(*models)
-
-
-def test_modules_inside_vmap_are_compared():
-    assert verify_layers(Mapped(4), Mapped(12)).passed
-    answer = verify_layers(Mapped(4), Mapped(12), hints=mupscale.Hints(blocks={"readout.weight": {1: 2}}))
-    assert answer.first_divergent == "readout"
-    assert "although its input agrees" in answer.reason
-
-
-def test_batches_in_dataclasses_are_converted():
-    batches = [Rows(torch.randn(8, 3), {"shift": [torch.randn(8, 3)]}) for _ in range(2)]
-    answer = verify_layers(OfRows(4), OfRows(12), batches=batches)
-    assert answer.passed, answer
-    assert answer.tolerance == TOLERANCE
-    assert batches[0].x.dtype == torch.float32
-
-
-def test_batches_that_cannot_be_converted_are_named():
-    with pytest.raises(UserError, match="batches hold objects of class Opaque, whose tensors verify cannot convert"):
-        verify_layers(OfRows(4), OfRows(12), batches=[Opaque()])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

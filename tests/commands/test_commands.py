@@ -1,7 +1,6 @@
 """The command line: shipped configurations, composition, every command from narrow and wide checkpoints."""
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 import yaml
 from command_line import refused, upscale
 from paths import ROOT
-from programs import run_program
 
 from mupscale.__main__ import main
 from mupscale.commands.checkpoints import newest_checkpoint
@@ -151,49 +149,6 @@ def test_saved_configuration_is_what_was_given(tmp_path: Path) -> None:
     assert not list(Path("runs/small").glob("version_[1-9]"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--model=Foo"], ["model", "Foo", "MLP"]),
-        (["--data=Foo"], ["data", "Foo", "Covertype"]),
-        (["--model.nope=3"], ["model", "nope"]),
-        (["--trainer.max_steps=many"], ["trainer.max_steps", "many"]),
-        (["--trainer.max_steps=100"], ["UpscaleCallback.at_step", "300", "trainer.max_steps"]),
-        (["--model.width=300"], ["UpscaleCallback.width", "256", "300"]),
-        (
-            [
-                "--model.lr_scheduler=CosineAnnealingLR",
-                "--model.lr_scheduler.T_max=9",
-                "--model.lr_scheduler.eta_min=1e-4",
-            ],
-            ["model.lr_scheduler", "eta_min"],
-        ),
-        (["--data.data_dir=/dev/null/nowhere"], ["data_dir", "/dev/null/nowhere"]),
-        (["--ckpt_path=last"], ["ckpt_path", "last", "mupscale resume"]),
-        (["--ckpt_path=/nowhere/x.ckpt"], ["ckpt_path", "/nowhere/x.ckpt", "mupscale resume"]),
-        (["--ckpt_path=."], ["ckpt_path", "mupscale resume ."]),
-    ],
-)
-def test_mistakes_are_reported_in_a_line(arguments: list[str], parts: list[str]) -> None:
-    message = refused("fit", "--config", QUICKSTART, *arguments)
-    assert all(part in message for part in parts), message
-    assert not list(Path().rglob("*.ckpt"))
-
-
-@pytest.mark.slow
-def test_more_mistakes(tmp_path: Path) -> None:
-    assert "config" in refused("fit", "--config", "nope.yaml")
-    assert "model" in refused("fit")
-    config = small(tmp_path / "c.yaml")
-    main(["fit", "--config", config])
-    other = ["--model.inputs=54", "--model.hidden_layers=2"]
-    checkpoint = "runs/small/version_0/checkpoints/last.ckpt"
-    assert "hidden_layers" in refused("fit", "--config", config, *other, "--ckpt_path", checkpoint)
-    assert "hidden_layers" in refused("validate", "--config", config, *other, "--ckpt_path", checkpoint)
-    version = ["--trainer.logger.version=version_0"]
-    assert "resume runs/small/version_0" in refused("fit", "--config", config, *version)
-
-
 def test_resume_refuses_to_start_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not the folder of a run" in refused("resume", str(tmp_path))
     main(["fit", "--config", small(tmp_path / "c.yaml")])
@@ -209,16 +164,6 @@ def test_resume_refuses_to_start_over(tmp_path: Path, capsys: pytest.CaptureFixt
     for path in run.rglob("*.ckpt"):
         path.write_bytes(path.read_bytes()[:1000])
     assert "no checkpoint that can be read" in refused("resume", str(run))
-
-
-def test_a_failure_that_is_no_mistake_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def explode(*_: Any) -> None:
-        raise ValueError("deep inside")
-
-    config = small(tmp_path / "c.yaml")
-    monkeypatch.setattr(MLP, "training_step", explode)
-    with pytest.raises(ValueError, match="deep inside"):
-        main(["fit", "--config", config])
 
 
 @pytest.mark.slow
@@ -246,16 +191,6 @@ def test_a_run_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     main(["resume", "mine"])
     assert newest_checkpoint(Path("mine"))[1]["global_step"] == 6
     assert [path.name for path in Path().iterdir()] == ["mine"]
-
-
-def test_help_does_not_wait_for_torch() -> None:
-    start = time.monotonic()
-    script = "import sys; from mupscale.__main__ import main; main(['--help']); assert 'torch' not in sys.modules"
-    output = run_program("-c", script).stdout
-    assert time.monotonic() - start < 5
-    assert all(command in output for command in ("fit", "resume", "validate", "plan", "verify", "upscale"))
-    with pytest.raises(SystemExit, match="there is no command"):
-        main(["nope"])
 
 
 @pytest.mark.slow

@@ -99,6 +99,7 @@ def test_the_configured_noise_is_taken(tmp_path: Path, monkeypatch: pytest.Monke
     assert starts["layers.2", "128"] == pytest.approx(starts["layers.2", "32"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
     check, config = ["coord-check"], configuration(tmp_path / "c.yaml")
     message = refused(*check, "--config", config, "--widths=16,32")

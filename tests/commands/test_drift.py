@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from mupscale.commands.lab.drift import Optimum, drift_of, line, optimum_of
+from mupscale.commands.lab.drift import Optimum, drift_of, optimum_of
 from mupscale.commands.lab.transfer import Panel, WidthCurve, drift_rows
-from mupscale.commands.widths import Growth, in_proportion, width_number
+from mupscale.commands.widths import Growth
 from mupscale.text_tables import as_csv
 
 LEVELS = [0.1, 0.2, 0.4, 0.8, 1.6]
@@ -46,17 +46,6 @@ def test_the_exponent_and_its_error_of_the_seeds() -> None:
     assert drift._replace(exponent=-0.0004, error=0.1).power == "width^(0.00 ± 0.10)"
 
 
-def test_one_seed_has_the_error_of_the_fit_if_there_are_three_widths() -> None:
-    widths = [1.0, math.e, math.e**2]
-    slope, error = line(widths, [Optimum(math.exp(y), False) for y in (0.0, 0.3, 0.0)])
-    assert slope == pytest.approx(0)
-    assert error == pytest.approx(math.sqrt((0.1**2 + 0.2**2 + 0.1**2) / 1 / 2))
-    drift = drift_of([64, 128], LEVELS, [[bowl(0.4)], [bowl(0.4)]])
-    assert drift.exponent == pytest.approx(0)
-    assert math.isnan(drift.error)
-    assert "of unknown error" in str(drift)
-
-
 def test_the_sentence_and_the_table() -> None:
     values = {level: [loss] for level, loss in zip(LEVELS, [1, 2, 3, 4, 5], strict=True)}
     curves = [WidthCurve(Growth(64, 128), values), WidthCurve(Growth(128, 256), values)]
@@ -71,12 +60,3 @@ def test_the_sentence_and_the_table() -> None:
     assert "no exponent" in noise.drift_sentence()
     diverged = WidthCurve(Growth(1, 2), {1: [2.0, 3.0], 2: [INF]})
     assert diverged.of_seeds([1, 2], 2) == [[2.0, INF], [3.0, INF]]
-
-
-def test_widths_in_proportion() -> None:
-    assert in_proportion(384, 256, 64) == 96
-    assert in_proportion(300, 256, 64) == 75
-    assert in_proportion(301, 256, 64) is None
-    assert in_proportion([384, 8], [256, 4], [64, 2]) == [96, 4]
-    assert in_proportion([384, 8], 256, 64) is None
-    assert width_number([4, 16]) == pytest.approx(8)

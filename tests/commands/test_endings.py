@@ -69,7 +69,6 @@ MOMENTS: dict[str, tuple[Any, str, int, int, int]] = {
     "the first batch": (Summary, "on_train_start", 0, 1, 1),
     "a batch": (Curves, "on_train_batch_end", 8, 8, 8),
     "the swap": (swap, "grow", 10, 11, 11),
-    "validation": (Curves, "on_validation_end", 6, 6, 6),
     "checkpointing": (Curves, "on_save_checkpoint", 10, 10, 10),
 }
 """A function that the signal comes before, the step from which on it does, the step at which the run then ends, and the
@@ -77,7 +76,7 @@ step of its newest checkpoint."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", slow_except(MOMENTS, "parsing", "a batch"))
+@pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment not in ("set-up", "a batch")])
 def test_sigterm_ends_with_143_and_says_how_to_go_on(
     moment: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +130,7 @@ def test_a_run_that_is_asked_to_end_in_its_last_step_finishes(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM], kept=[signal.SIGTERM]))
 def test_a_run_that_is_stopped_in_a_step_goes_on_from_there_and_a_second_signal_ends_it_at_once(
     number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,19 +177,6 @@ def test_ctrl_c_says_how_to_go_on(
     assert ("go on: python -m mupscale resume runs/default/version_0" in line) == (saved == 8)
 
 
-@pytest.mark.slow
-def test_sigterm_ends_a_sweep_with_143_and_gives_its_trial_back(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    config = small(tmp_path / "c.yaml", enable_progress_bar=False)
-    command = ["sweep", "--config", config, "--out", "out", "--sweep", f"{LR}=0.01,0.02"]
-    with signalled_before(Curves, "on_train_batch_end", signal.SIGTERM, 8):
-        code, line = ended(capfd, *command)
-    assert (code, line) == (143, "terminated; run the same command again to continue")
-    main(command)
-    assert len(trials(tmp_path / "out")) == 2
-
-
 def test_a_forked_process_dies_of_the_signal() -> None:
     with on_sigterm(end_now):
         assert run_in_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)) == -signal.SIGTERM
@@ -212,7 +198,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(MLP, "training_step", poisoned)
 
 
-@pytest.mark.parametrize("interval", [1, 10, 0])
+@pytest.mark.parametrize("interval", [1, 0])
 def test_a_nan_loss_warns_once_with_its_step(interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(tmp_path / "c.yaml", enable_progress_bar=False, log_every_n_steps=interval)
     poison(monkeypatch, 13)
@@ -224,9 +210,7 @@ def test_a_nan_loss_warns_once_with_its_step(interval: int, tmp_path: Path, monk
     ]
 
 
-@pytest.mark.parametrize(
-    ("bad", "interval", "every", "saved"), [(13, 10, 5, 10), (13, 1, 5, 10), (3, 10, 5, None), (18, 100, 100, None)]
-)
+@pytest.mark.parametrize(("bad", "interval", "every", "saved"), [(13, 10, 5, 10), (18, 100, 100, None)])
 def test_stop_on_nan_ends_the_run_and_names_the_last_finite_checkpoint(
     bad: int,
     interval: int,

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,9 @@ import pytest
 import torch
 from command_line import refused, small, upscale
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from programs import run_in_fork
 from slow_saves import save_in_background
 from tensorboard.summary.writer.record_writer import RecordWriter
+from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.commands import mistakes as module
@@ -38,9 +36,7 @@ def raised_by_system(number: int) -> Any:
 
 
 WRITES: dict[str, tuple[Any, str]] = {
-    "ENOSPC": (raised_by_system(errno.ENOSPC), "no space is left on the file system at"),
     "EDQUOT": (raised_by_system(errno.EDQUOT), "the disk quota is used up on the file system at"),
-    "EFBIG": (raised_by_system(errno.EFBIG), "a file has reached the largest size allowed on the file system at"),
     "torch": (lambda path: raised_by_torch("/dev/full"), "no space is left on the file system at"),
 }
 """Ways in which a write fails, and what the line says of it."""
@@ -72,7 +68,7 @@ def test_a_checkpoint_that_does_not_fit(write: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
-@pytest.mark.parametrize("step", [15, 20], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize("step", slow_except([15, 20], kept=[15]))
 def test_a_checkpoint_in_the_background_that_does_not_fit(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,40 +118,3 @@ def test_the_error_behind_another_one_counts() -> None:
     error = RuntimeError("upscaling failed")
     error.__cause__ = OSError(errno.ENOSPC, "full", "/proc/x")
     assert full_disk(error) == "no space is left on the file system at /proc (/proc/x)"
-
-
-def test_the_place_with_the_least_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    without_name = OSError(errno.ENOSPC, "full")
-    for fullest in (tmp_path, Path("/proc")):
-        monkeypatch.setattr(module, "free", lambda path, fullest=fullest: 0 if path == fullest else 1)
-        assert str(full_disk(without_name, [Path("/proc")])).endswith(f" ({fullest})")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("may not mount a file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_an_empty_folder")
-def test_a_real_one(small_disk: Path, tmp_path: Path) -> None:
-    """In a process of its own, to see all that it prints until its end."""
-    config = small(tmp_path / "c.yaml", upscale(50, 16), enable_progress_bar=False, max_steps=2000)
-    output = tmp_path / "printed.txt"
-    command = ["fit", "--config", config, "--trainer.logger.save_dir", str(small_disk)]
-    assert run_in_fork(lambda: main(command), output) == 1
-    printed = output.read_text()
-    assert "Traceback" not in printed
-    line = printed.strip().splitlines()[-1]
-    assert f"error: no space is left on the file system at {small_disk}" in line
-    assert line.endswith(f"python -m mupscale resume {small_disk}/default/version_0")
-    path, content = newest_checkpoint(small_disk / "default/version_0")
-    assert path is not None
-    assert f"step={content['global_step']}.ckpt" in line

@@ -4,10 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import LR, small, upscale
-from extensions import UnscaledMLP
-from paths import ROOT
 
 from mupscale.__main__ import main
 from mupscale.commands import sweep as sweeps
@@ -16,8 +13,6 @@ from mupscale.commands.next_steps import (
     after_finished,
     after_fit,
     after_upscale,
-    class_option,
-    widths_of,
 )
 from mupscale.models.checkpoint import Size, load_checkpoint
 from mupscale.models.mlp import MLP
@@ -96,13 +91,6 @@ def test_a_checkpoint_from_elsewhere_has_no_configuration() -> None:
     assert after_finished(Path(), 20) == []
 
 
-def test_names_of_classes_and_widths() -> None:
-    assert class_option(MLP) == []
-    assert class_option(UnscaledMLP) == ["--model", "extensions.UnscaledMLP"]
-    assert class_option(type("Inside", (MLP,), {"__module__": "__main__"})) is None
-    assert (widths_of(8), widths_of([8, 16])) == (["8"], ["8", "16"])
-
-
 @pytest.mark.slow
 def test_a_sweep_ends_with_the_command_that_uses_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -119,27 +107,3 @@ def test_a_sweep_ends_with_the_command_that_uses_it(
     saved = load_checkpoint(LAST)
     assert saved["hyper_parameters"]["width"] == 12
     assert saved["optimizer_states"][0]["param_groups"][0]["lr"] in (0.01, 0.02)
-
-
-@pytest.mark.slow
-def test_a_model_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu"]
-    options += ["--trainer.callbacks=[]", "--trainer.enable_progress_bar=false"]
-    main(["fit", "--config", str(ROOT / "configs/hf/llama_tiny.yaml"), *options])
-    lines = capsys.readouterr().out.splitlines()
-    folder = Path(lines[-1].removeprefix("  for from_pretrained of transformers: "))
-    assert (folder / "config.json").is_file()
-    words = shlex.split(next(line for line in lines if line.startswith("  widen further: ")).partition(": ")[2])
-    main(words[3:])
-    assert width_in(Path(words[-1])) == 2 * width_in(Path(words[4]))
-    main(["upscale", str(folder), "--factor", "2", "--out", "wide"])
-    *_, load, train = capsys.readouterr().out.splitlines()
-    import transformers
-
-    import mupscale.hf
-
-    names = {"transformers": transformers, "mupscale": mupscale, "LR": 1e-3}
-    exec(load.removeprefix("  load it: "), names)
-    exec(train.removeprefix("  train it with "), names)
-    assert sum(p.numel() for group in names["groups"] for p in group["params"]) == names["model"].num_parameters()
-    assert torch.optim.AdamW(names["groups"])

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from corpus import (
     ENTRIES,
@@ -240,29 +238,6 @@ def test_without_pyarrow_nothing_that_was_prepared_is_lost(tmp_path: Path, monke
     assert contents(out) == before
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path: Path):
-    content = bytearray(write_parquet(tmp_path / "a.parquet", ENTRIES[:100]).read_bytes())
-    content[2000:3000] = bytes(1000)
-    (tmp_path / "a.parquet").write_bytes(content)
-    assert "a.parquet cannot be read" in refused(
-        "text", tmp_path / "a.parquet", "--vocab", "300", "--out", tmp_path / "out"
-    )
-    assert not (tmp_path / "out").exists()
-    pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), tmp_path / "b.parquet")
-    assert "b.parquet cannot be read: it needs a column `text` of strings, its columns are ['text', 'body']" in refused(
-        "text", tmp_path / "b.parquet", "--vocab", "300", "--out", tmp_path / "out"
-    )
-
-
-def test_text_that_turns_bad_late_leaves_nothing_either(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):
-    with article.open("ab") as stream:
-        stream.write(b"\n<|endoftext|>\n\xff")
-    monkeypatch.setattr(preparation, "TRAINING_BYTES", 10_000)
-    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
-    assert "is not UTF-8" in refused("text", article, "--vocab", "300", "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -279,14 +254,6 @@ def test_bad_options_are_named_and_leave_nothing(tmp_path: Path, article: Path, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "option", [["--vocab", "gpt3"], ["--tokens", "100X"], ["--tokens", "0"], ["--tokens", ""], ["--workers", "0"]]
-)
-def test_options_of_the_wrong_kind_are_named(tmp_path: Path, article: Path, option: list[str]):
-    message = refused("text", str(article), "--vocab", "300", *option, "--out", str(tmp_path / "out"))
-    assert f"argument {option[0]}: wanted" in message
-
-
 def test_numbers_of_tokens():
     from mupscale.commands.prepare import number_of_tokens
 
@@ -297,22 +264,6 @@ def test_numbers_of_tokens():
         7,
         10**6,
     ]
-
-
-def test_files_and_folders_in_the_way(tmp_path: Path, article: Path):
-    options = ["--vocab", "300", "--out"]
-    assert refused("text", tmp_path / "no", *options, tmp_path / "out") == f"error: there is no file {tmp_path / 'no'}"
-    assert refused("text", tmp_path, *options, tmp_path / "out") == f"error: {tmp_path} is a folder: name its files"
-    for name in ("a.txt.zst", "b.tar.gz", "C.TAR.GZ"):
-        (tmp_path / name).write_bytes(b"x")
-        assert refused("text", tmp_path / name, *options, tmp_path / "out").startswith(
-            f"error: {tmp_path / name}: unpack it first"
-        )
-    assert refused("text", article, *options, article) == f"error: --out {article} is a file: name a folder"
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.tex").write_text("years of work")
-    assert "has other files (thesis.tex): name a new folder" in refused("text", article, *options, tmp_path / "full")
-    assert contents(tmp_path / "full").keys() == {"thesis.tex"}
 
 
 @pytest.mark.parametrize("content", ["", '{"preparation": {}', '{"other": 1}', "[]"])
@@ -341,17 +292,3 @@ def test_without_a_network_the_error_says_what_to_do(tmp_path: Path, article: Pa
     assert "HF_HOME" in told
     assert "--vocab 8192" in told
     assert not (tmp_path / "out").exists()
-
-
-def test_a_subset_that_there_is_not(tmp_path: Path, hub: None):
-    told = refused(
-        "fineweb", "--subset", "CC-MAIN-1999-01", "--tokens", "1M", "--vocab", "300", "--out", tmp_path / "out"
-    )
-    assert "--subset CC-MAIN-1999-01" in told
-    assert "CC-MAIN-2013-48" in told
-    assert not (tmp_path / "out").exists()
-
-
-def test_help_waits_for_nothing():
-    heavy = ("torch", "datasets", "tokenizers", "pyarrow", "tqdm")
-    run_program("-c", f"import sys, mupscale.commands.prepare; assert sys.modules.keys().isdisjoint({heavy})")

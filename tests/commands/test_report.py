@@ -297,7 +297,7 @@ def test_bands_are_drawn(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", [r"$\nothing$", "_hidden"])
+@pytest.mark.parametrize("label", ["_$\nothing$"])
 def test_a_label_is_drawn_as_it_is(tmp_path: Path, label: str):
     """It is neither mathematics nor hidden: a folder may have any name."""
     png, _ = figures.bands(tmp_path / "named", [band([2.0, 1.0])._replace(label=label)], "steps", label)

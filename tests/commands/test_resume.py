@@ -69,11 +69,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [3, 7])
-def test_what_configure_model_does_is_done_again(tmp_path: Path, step: int) -> None:
+def test_what_configure_model_does_is_done_again(tmp_path: Path) -> None:
     path = config(tmp_path / "c.yaml", upscale(4, 16), model="extensions.FrozenMLP")
     main(["fit", "--config", path])
-    crash(step, "fit", "--config", path)
+    crash(7, "fit", "--config", path)
     main(["resume", "runs/default/version_1"])
     assert_same_end("runs/default/version_1", "runs/default/version_0")
     ours, theirs = (curves(Path("runs/default") / name)["train/loss"] for name in ("version_1", "version_0"))
@@ -109,19 +108,11 @@ def half_a_run(crashed: Path, tmp_path: Path) -> Path:
 
 OVERRIDES = {
     "--model.optimizer.lr=0.5": "model.optimizer.lr is 0.01 in the run and 0.5 here",
-    "--model.optimizer=SGD": "model.optimizer",
-    "--model.width=64": "model.width is 8 in the run and 64 here",
-    "--model.hidden_layers=2": "model.hidden_layers",
-    "--model.init_from=other.ckpt": "model.init_from",
     "--model.lr_scheduler={class_path: ConstantLR}": "model.lr_scheduler",
-    "--data.batch_size=7": "data.batch_size",
     "--data.seed=7": "data.seed",
     "--seed_everything=5": "seed_everything",
-    "--trainer.logger.name=other": "trainer.logger.name",
     "--trainer.logger=false": "trainer.logger",
-    "--trainer.default_root_dir=other": "trainer.default_root_dir",
     "--checkpoint.dirpath=other": "checkpoint.dirpath",
-    "--trainer.callbacks=[]": "trainer.callbacks",
     "--callback_args={UpscaleCallback: {lr: 0.5}}": "UpscaleCallback",
     "--ckpt_path=other.ckpt": "--ckpt_path",
 }
@@ -129,7 +120,7 @@ OVERRIDES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", slow_except(OVERRIDES, "--model.optimizer.lr=0.5", "--ckpt_path=other.ckpt"))
+@pytest.mark.parametrize("override", OVERRIDES)
 def test_overrides_without_effect_are_refused_by_name(half_a_run: Path, override: str) -> None:
     before = content(half_a_run)
     assert OVERRIDES[override] in refused("resume", str(half_a_run), override)
@@ -208,9 +199,8 @@ def test_what_a_run_has_outside_of_its_folder_is_continued_there(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", slow_except([3, 7], 7))  # before and after the growth
 def test_other_checkpoint_callbacks_continue_from_another_folder(
-    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = [
         {"monitor": "val/loss", "every_n_train_steps": 3, "filename": "{step}-{val/loss:.3f}", "dirpath": "mine"},
@@ -220,7 +210,7 @@ def test_other_checkpoint_callbacks_continue_from_another_folder(
     for name in ("half", "other"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "half")
-    crash(step, "fit", "--config", config(tmp_path / "c.yaml", *callbacks, upscale(4, 16)))
+    crash(7, "fit", "--config", config(tmp_path / "c.yaml", *callbacks, upscale(4, 16)))
     monkeypatch.chdir(tmp_path / "other")
     run = Path("../half/runs/default/version_0")
     main(["resume", str(run)])
@@ -248,13 +238,12 @@ def test_two_runs_with_one_folder_for_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("root", [[], ["--trainer.default_root_dir=mine"]], ids=["here", "root"])
-def test_runs_without_a_logger_are_apart(tmp_path: Path, root: list[str]) -> None:
+def test_runs_without_a_logger_are_apart(tmp_path: Path) -> None:
     path = config(tmp_path / "c.txt")
     main(["fit", "--config", path])  # with a logger
-    place = Path("mine") if root else Path()
-    crash(5, "fit", "--config", path, "--trainer.logger=false", *root)
-    crash(7, "fit", "--config", path, "--trainer.logger=false", *root)
+    place = Path("mine")
+    for step in (5, 7):
+        crash(step, "fit", "--config", path, "--trainer.logger=false", "--trainer.default_root_dir=mine")
     assert newest_checkpoint(place)[1]["global_step"] == 4
     assert newest_checkpoint(place / "version_0")[1]["global_step"] == 6
     before = content(place / "version_0")
@@ -331,10 +320,7 @@ def test_a_folder_for_checkpoints_has_one_writer(tmp_path: Path) -> None:
 
 DAMAGES = {
     "deleted": lambda path: path.unlink(),
-    "emptied": lambda path: path.write_bytes(b""),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:7]),
     "random": lambda path: path.write_bytes(b"\xff\x00\x80"),
-    "another kind": lambda path: path.write_text("[1]"),
 }
 
 
@@ -443,7 +429,7 @@ POLICIES = {
 
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key", "ignore:checkpoint.monitor")
 @pytest.mark.filterwarnings("ignore:The number of training batches")
-@pytest.mark.parametrize("name", slow_except(POLICIES, kept=["monitor", "nothing", "weights", "another"]))
+@pytest.mark.parametrize("name", slow_except(POLICIES, kept=["monitor", "nothing"]))
 def test_no_policy_loses_the_newest_checkpoint(tmp_path: Path, name: str) -> None:
     policy = POLICIES[name]
     path = config(tmp_path / "c.yaml", upscale(4, 16))

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from mupscale.commands.lab.stack_loop import StackLoop, long_lived_objects, room
 from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.lab.stacked_steps import StackedSteps
 from mupscale.methods.noise import AdditiveNoise
-from mupscale.models.mlp import MLP
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
 
@@ -122,6 +120,7 @@ class Evaluating(Callback):
             pl_module.net.layers[0].eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("more", "steps"), [([], [0, 10]), ([Evaluating], [0, 4, 10])])
 def test_a_stack_is_made_again_where_its_modes_change(
     more: list[Any], steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,39 +149,6 @@ class Hooking(Callback):
 def test_optimizers_that_get_hooks_leave_the_stack(tmp_path: Path) -> None:
     with pytest.raises(Apart, match="hooks"):
         together(opened(mlp, 24, rate, tmp_path, more=[Hooking()]) for rate in RATES)
-
-
-class Shifted(MLP):
-    """Reads the rows of a batch from another one on: the same sums, in another order."""
-
-    first = 0
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(tuple(part.roll(-self.first, 0) for part in batch))
-
-
-@pytest.mark.slow
-def test_in_float32_they_differ_as_sums_in_another_order_do(tmp_path: Path) -> None:
-    """The stack lies no further from a separate run than separate runs with reordered sums lie apart."""
-
-    def shifted(first: int) -> Any:
-        def build(**options: Any) -> MLP:
-            module = Shifted(8, base_width=4, inputs=6, outputs=3, **options)
-            module.first = first
-            return module
-
-        return build
-
-    settings: dict[str, Any] = {"precision": "32-true", "steps": 60}
-    ours, reordered = 0.0, 0.0
-    runs = together(opened(mlp, 24, rate, tmp_path, **settings) for rate in RATES)
-    for rate, run in zip(RATES, runs, strict=True):
-        alone = [fitted(shifted(first), 24, rate, tmp_path, **settings).losses for first in range(4)]
-        apart = [float((one - other).abs().mean()) for one, other in combinations(alone, 2)]
-        assert min(apart) > 0
-        ours += float((run.losses - alone[0]).abs().mean())
-        reordered += max(apart)
-    assert ours <= reordered
 
 
 def test_what_others_have_frozen_stays_so() -> None:

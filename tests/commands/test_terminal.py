@@ -1,24 +1,17 @@
 """What commands print on a terminal: it fits, nothing is lost, and colours come only where they are wanted."""
 
-import fcntl
 import io
 import os
-import pty
 import re
-import struct
 import sys
-import termios
-from itertools import product
 from pathlib import Path
 
 import pytest
 from command_line import small, upscale
-from paths import ROOT
 
 from mupscale.__main__ import COMMANDS, main
 from mupscale.commands import terminal as terminals
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.configured import configured, growths
 from mupscale.commands.terminal import columns, paint, show
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -32,44 +25,6 @@ def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     return capsys
-
-
-def expanded(label: str) -> list[str]:
-    """The names that a name with braces stands for."""
-    name = label.partition("  ×")[0]
-    parts = []
-    for text in re.split(r"(\{[^}]*\})", name):
-        if not text.startswith("{"):
-            parts.append([text])
-            continue
-        numbers = []
-        for run in text.strip("{}").split(","):
-            first, _, last = run.partition("…")
-            numbers += [str(number) for number in range(int(first), int(last or first) + 1)]
-        parts.append(numbers)
-    return ["".join(choice) for choice in product(*parts)]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["quickstart.yaml", "resnet/base.yaml", "gpt2/reduced/base.yaml",
-     pytest.param("hf/llama_tiny.yaml", marks=pytest.mark.slow)],
-)  # fmt: skip
-def test_plans_of_shipped_configurations_fit_and_name_every_tensor(name: str) -> None:
-    module, data, trainer = configured("plan", ["--config", str(ROOT / "configs" / name)], "")
-    plan = growths(module, trainer, data)[0].plan
-    entries = {" = ".join(entry.names): entry for entry in (*plan.parameters.values(), *plan.buffers.values())}
-    for width in (80, 120):
-        lines = plan.text(width).splitlines()
-        assert max(map(len, lines)) <= width
-        labels = [re.split(r"(?<!\s)  (?!×)", line)[0].rstrip() for line in lines if not line.startswith(" ")]
-        end = next(index for index, label in enumerate(labels) if label.endswith("parameters"))
-        found = [name for label in labels[2:end] for name in expanded(label)]
-        assert sorted(found) == sorted(entries)
-        counts = [int(label.partition("  ×")[2] or 1) for label in labels[2:end]]
-        assert counts == [len(expanded(label)) for label in labels[2:end]]
-    rows = str(plan).splitlines()[2:]
-    assert [row.split("  ")[0] for row in rows[: len(entries)]] == list(entries)
 
 
 def test_the_list_of_commands_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,14 +54,6 @@ def test_a_terminal_gets_bold_headings_and_joined_layers(terminal: pytest.Captur
     assert max(len(re.sub(r"\x1b\[\d+m", "", line)) for line in printed.splitlines()) <= 80
 
 
-@pytest.mark.slow
-def test_exact_is_green(terminal: pytest.CaptureFixture[str]) -> None:
-    main(["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"])
-    printed = terminal.readouterr().out
-    assert "\x1b[32mwidth 8 → 16: exact (tolerance 1e-08, 50 steps after the upscale)\x1b[0m\n" in printed
-    assert "\x1b[31m" not in printed
-
-
 @pytest.mark.parametrize("setting", [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_colours_can_be_forbidden(
     setting: tuple[str, str], terminal: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -116,41 +63,6 @@ def test_colours_can_be_forbidden(
     assert paint("wrong", "bad") == "wrong"
     show("word " * 30)
     assert [len(line) for line in terminal.readouterr().out.splitlines()] == [79, 71]
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of forkpty:DeprecationWarning")
-def test_a_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its width is that of the pseudo-terminal; no variable says it."""
-    config = small(Path("c.yaml"), upscale(3, 16))
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    process, terminal = pty.fork()
-    if not process:
-        try:
-            fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 66, 0, 0))
-            sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
-            main(["plan", "--config", config])
-            sys.stdout.flush()
-        finally:
-            os._exit(0)
-    printed = b""
-    while chunk := _read(terminal):
-        printed += chunk
-    os.waitpid(process, 0)
-    os.close(terminal)
-    lines = printed.decode().splitlines()
-    assert "\x1b[1mwidth 8 → 16\x1b[0m" in lines
-    assert "layers.{1,2}.weight  ×2" in lines
-    ours = lines[lines.index("\x1b[1mwidth 8 → 16\x1b[0m") :]  # libraries may print before the table
-    assert [line for line in ours if len(re.sub(r"\x1b\[\d+m", "", line)) > 66] == []
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # the other end is closed
-        return b""
 
 
 # --- output that fails

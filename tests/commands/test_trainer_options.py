@@ -85,7 +85,7 @@ def _global_settings() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", slow_except(WORK, "detect_anomaly", "log_every_n_steps", "Timer", kept=list(WORK)[::3])
+    "name", slow_except(WORK, kept=["detect_anomaly", "overfit_batches", "EarlyStopping", "max_epochs"])
 )
 def test_works_and_resumes(name: str, tmp_path: Path) -> None:
     options = {"enable_progress_bar": False} | WORK[name]
@@ -134,6 +134,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Settings that are refused before anything is written, and what the line holds."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_at_the_start_in_one_line(name: str, tmp_path: Path) -> None:
     settings, text = REFUSED[name]

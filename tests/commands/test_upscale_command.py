@@ -1,23 +1,19 @@
 """`python -m mupscale upscale`: the offline surgery equals the swap inside a run."""
 
-from copy import deepcopy
-
 import pytest
 import torch
 from command_line import refused, small
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.base_shapes import apply_mup
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.upscale_checkpoint import upscale_checkpoint
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.errors import UserError
 from mupscale.methods import METHODS
 from mupscale.methods.noise import AdditiveNoise
-from mupscale.models.checkpoint import CHECKPOINT_KEY, Size, our_part
+from mupscale.models.checkpoint import Size
 from mupscale.models.mlp import MLP, ResidualBlock
 
 pytestmark = [
@@ -132,66 +128,11 @@ def test_check_compares_both_widths_before_anything_is_written(tmp_path, capsys,
     assert not (tmp_path / "wrong.ckpt").exists()
 
 
-class Frozen(Callback):
-    def on_fit_start(self, trainer, pl_module):
-        pl_module.net.layers[0].requires_grad_(False)
-
-
-def test_frozen_layers(tmp_path):
-    """They have no state. RAdam is exact only after some steps, which a frozen layer never takes."""
-    settings = {"optimizer": lambda parameters: torch.optim.RAdam(parameters, lr=0.01, eps=1e-3)}
-    inside = fit(tmp_path, 20, Frozen(), UpscaleCallback(10, 24), **settings)
-    main(["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "24", "--out", str(tmp_path / "wide.ckpt")])
-    offline = fit(tmp_path, 20, Frozen(), UpscaleCallback(10, 24), ckpt_path=tmp_path / "wide.ckpt", **settings)
-    for a, b in zip(weights(offline), weights(inside), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
-class OwnSchedule(MLP):
-    """Two optimizers; the second has a schedule with absolute rates."""
-
-    def configure_optimizers(self):
-        assert self.net is not None
-        vectors, matrices = ([p for p in self.net.parameters() if (p.ndim > 1) == flag] for flag in (False, True))
-        optimizers = [apply_mup(adamw(group), self.net) for group in (vectors, matrices)]
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], patience=0, min_lr=2e-3)
-        return optimizers, [{"scheduler": plateau, "monitor": "train/loss"}]
-
-
-def test_absolute_rates_of_a_schedule_are_those_of_the_swap(tmp_path):
-    """Each least rate grows with the rate of its group, in the optimizer that the schedule belongs to."""
-    module = OwnSchedule(8, base_width=4)
-    module.configure_model()
-    optimizers, (schedule,) = module.configure_optimizers()
-    schedule["scheduler"].step(1.0)
-    ours = our_part(module, module.net, optimizers)
-    arguments = {key: value for key, value in module.hparams.items() if not key.startswith("_")}
-    checkpoint = {
-        "state_dict": module.state_dict(), "hyper_parameters": arguments, CHECKPOINT_KEY: ours,
-        "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
-        "lr_schedulers": [schedule["scheduler"].state_dict()],
-    }  # fmt: skip
-    upscale_checkpoint(checkpoint, module, Size(24), None, 0, optimizer=True)
-    (state,) = checkpoint["lr_schedulers"]
-    rates = [group["lr"] for group in checkpoint["optimizer_states"][1]["param_groups"]]
-    narrow = [group["lr"] for group in optimizers[1].param_groups]
-    assert len(rates) == 2
-    assert state["_last_lr"] == rates
-    assert state["min_lrs"] == pytest.approx([2e-3, 2e-3 / 3])  # one of the input and the readout, one of matrices
-    assert sorted(rates) == pytest.approx(sorted([0.01, min(narrow) / 3]))
-    for bad, message in (
-        ({"eta_min": 1e-3}, r"one absolute rate for all groups \(eta_min = 0.001\).*--no-optimizer"),
-        ({"max_lrs": [0.1]}, r"lr_schedulers\[0\] of the checkpoint does not fit its optimizer \(IndexError\)"),
-    ):
-        checkpoint["lr_schedulers"] = [{"_last_lr": rates, **bad}]
-        with pytest.raises(UserError, match=message):
-            upscale_checkpoint(deepcopy(checkpoint), OwnSchedule(24, base_width=4), Size(48), None, 0, optimizer=True)
-
-
 OFFLINE = [name for name in METHODS if name not in ("ligo", "hypercloning-noisy")]
 """Methods that neither learn from the run's data nor have noise, whose seed is the run's."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_except(OFFLINE, "net2net", "zero-padding", "hypercloning-diagonal", "lemon", "aki")
 )
@@ -240,19 +181,3 @@ def test_centred_noise_leaves_the_loss_as_it_was(tmp_path):
         torch.testing.assert_close(average, model.float(), rtol=0, atol=1e-6)
         for key in ("current_model_state", "state_dict"):
             assert torch.equal(centred[key][name], recorded[key][name])
-
-
-def test_an_average_gets_the_noise_of_its_model(tmp_path):
-    """Not its own: it is smaller than the weights it averages, and signal-normalised noise would be, too."""
-    fit(tmp_path, 11, EMAWeightAveraging(decay=0.9), UpscaleCallback(10, 16))
-    narrow = str(tmp_path / "pre-upscale-10.ckpt")
-    for name, options in {"exact": [], "noisy": ["--signal-noise", "0.5"]}.items():
-        main(["upscale", narrow, "--width", "16", *options, "--out", str(tmp_path / f"{name}.ckpt")])
-    exact, noisy = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("exact", "noisy"))
-    moved = 0.0
-    for name in exact["current_model_state"]:
-        model, average = (noisy[key][name] - exact[key][name] for key in ("current_model_state", "state_dict"))
-        assert average.dtype == torch.float32  # as Lightning keeps it, beside a model in float64
-        torch.testing.assert_close(average, model.float(), rtol=0, atol=1e-6)
-        moved = max(moved, float(model.abs().max()))
-    assert moved > 0.01

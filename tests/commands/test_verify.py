@@ -64,27 +64,10 @@ def test_a_loss_that_depends_on_the_width_is_not_exact(capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_a_loss_with_a_memory_and_numbers_of_other_generators_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
-    main([*command, "extensions.RememberingMLP"])
-    assert "width 8 → 16: exact" in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_a_frozen_network_beside_the_own_is_compared_in_float64_too(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
     main([*command, "extensions.StudentMLP"])
     assert "width 8 → 16: exact" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_layer_of_the_width_that_is_not_in_the_network() -> None:
-    command = ["--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"]
-    message = refused("verify", *command, "--model", "extensions.HeadOutsideMLP")
-    assert "the loss cannot be computed at width 16 (mat1" in message
-    assert "'head.weight' of HeadOutsideMLP is not in the network, so it does not grow; if its size" in message
-    with pytest.raises(RuntimeError, match=r"'head.weight' of HeadOutsideMLP is not in .*`build`\. Nothing is lost"):
-        main(["fit", *command, "--model", "extensions.HeadOutsideMLP"])
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -103,12 +86,3 @@ def test_the_claim_of_a_method(
         main(command)
     assert exit.value.code == 1
     assert "REFUTED" in capsys.readouterr().out
-
-
-def test_the_claim_of_a_method_that_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    swap = upscale(3, 16)
-    swap["init_args"]["method"] = {"class_path": "mupscale.methods.LiGO", "init_args": {"steps": 5, "lr": 0.01}}
-    main(["verify", "--config", small(Path("c.yaml"), swap), "--data.batch_size=50"])
-    printed = capsys.readouterr().out
-    assert "width 8 → 16: LiGO: function not preserved (deviation " in printed
-    assert printed.rstrip().endswith("confirmed")

@@ -107,6 +107,7 @@ def test_a_finished_folder_is_left_as_it_is(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize(
     ("other", "told"),

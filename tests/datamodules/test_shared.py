@@ -56,14 +56,6 @@ def test_what_nobody_holds_is_freed_and_read_again():
     assert list(module._held) == ["another key"]
 
 
-def test_a_part_that_is_held_stays_itself():
-    kept, _ = shared("key", lambda: (Thing(), Thing()))
-    del _
-    again, other = shared("key", lambda: (Thing(), Thing()))
-    assert again is kept
-    assert shared("key", lambda: pytest.fail("it is held"))[1] is other
-
-
 def test_a_check_that_failed_is_made_again():
     calls = []
 
@@ -197,13 +189,6 @@ def test_data_of_another_file_version_or_device_is_another(data: Data, tmp_path:
     of_version = data()
     held = [first, of_file, of_device, of_version]
     assert len({made_of(each) for each in held}) == len(held)
-
-
-def test_the_split_is_part_of_the_data(tmp_path: Path):
-    one, same, other = (Covertype(seed=seed) for seed in (0, 0, 1))
-    for each in (one, same, other):
-        each.setup()
-    assert made_of(one) == made_of(same) != made_of(other)
 
 
 def test_a_checked_folder_is_checked_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

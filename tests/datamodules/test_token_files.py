@@ -143,6 +143,7 @@ def test_a_missing_part_of_merged_files_is_noticed(tokenised: Path, tmp_path: Pa
         read(tmp_path / "merged")
 
 
+@pytest.mark.slow
 def test_the_script_of_the_guide_writes_what_its_configuration_reads(
     tokenised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -193,6 +194,7 @@ def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], list
     return model.state_dict(), losses, dict(trainer.callback_metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"order": "random"}, {"order": "sequential", "resident": True}], ids=str)
 def test_training_equals_training_on_files_of_prepare(tokenised: Path, tmp_path: Path, options: dict):
     folder = read(tokenised / "shuffled")
@@ -413,12 +415,6 @@ def test_what_is_allowed(tmp_path: Path):
     assert folder.count("train") + folder.count("val") == 1030
 
 
-def test_nothing_but_empty_files(tmp_path: Path):
-    write_token_file(tmp_path / "a.ds", [])
-    with pytest.raises(UserError, match="has 1 token files without any token"):
-        read(tmp_path)
-
-
 def test_a_file_that_shrinks_during_the_run_is_named(tmp_path: Path):
     folder = write_numbered(tmp_path, files=20, documents=20)
     loader = module(folder, order="sequential").train_dataloader()
@@ -523,23 +519,6 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path, monkeypatch: pytest.M
     assert len(tokens._maps) == 3
     assert len(os.listdir("/proc/self/fd")) <= before + 3
     assert sum(len(shard) for _, shard in tokens.parts()) == total
-
-
-def test_few_open_files_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mapped_tokens, "most_open_files", lambda: 40)
-    folder = read(write_numbered(tmp_path, files=50, documents=5))
-    tokens = folder.tokens("train")
-    out = np.empty(len(tokens), np.int64)
-    tokens.read(0, out)
-    assert (len(tokens._maps), out.tolist()) == (5, split_tokens(folder, "train"))
-
-
-def test_the_order_of_files_is_that_of_their_names(tmp_path: Path):
-    names = ["b/0.ds", "a/9.ds", "a-1.ds", "a/10.ds", "B.ds", "z/y/x/0.ds", "ä.ds"]
-    for number, name in enumerate(names):
-        write_token_file(tmp_path / name, [[number]] * 200)
-    tokens = split_tokens(read(tmp_path), "train")
-    assert list(dict.fromkeys(names[number] for number in tokens)) == sorted(names)
 
 
 @pytest.mark.parametrize("order", ["random", "sequential"])

@@ -93,6 +93,7 @@ def test_a_single_head_is_carried_over_to_many() -> None:
     assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_single_head_that_does_not_show_how_many_grow_is_refused() -> None:
     inputs = torch.randn(2, 5, 3, dtype=torch.float64)
     found = mupscale.discover(Heads(4, scaled=True), Heads(8, scaled=True), lambda model: model(inputs))
@@ -147,6 +148,7 @@ class CutTwice(nn.Module):
         return self.out(mixed * gates[0] * gates[1] * gates[2] * gates[3])
 
 
+@pytest.mark.slow
 def test_two_axes_that_are_cut_into_the_same_sections() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(2, 4, 5)

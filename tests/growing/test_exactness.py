@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import CASES, Heads, batch
+from tiers import slow_except
 from torch import Tensor, nn
 
 import mupscale
@@ -87,7 +88,7 @@ def outcome(name: str, factor: float, optimizer: str, **settings: Any) -> tuple[
     return "exact", drift, report.plan
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", slow_except(ALWAYS, *list(ALWAYS)[::3]))
 def test_it_is_exact_over_twenty_steps_or_refused(name: str) -> None:
     optimizer = list(OPTIMIZERS)[len(name) % 3]
     verdict, drift, found = outcome(name, 2, optimizer)

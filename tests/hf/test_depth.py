@@ -9,7 +9,6 @@ import torch
 import transformers as hf
 from command_line import refused
 from model_folders import llama, load, logits, save
-from safetensors import safe_open
 from tiers import slow_except
 
 import mupscale.hf
@@ -163,24 +162,6 @@ def test_layers_with_a_norm_over_the_sum_can_be_interleaved() -> None:
 
 
 @pytest.mark.slow
-def test_stochastic_depth_may_begin_at_another_layer() -> None:
-    """The first layer has none, because its rate is zero; the second layer of the deep model comes from it."""
-    config = hf.BeitConfig(
-        hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=2, image_size=8, patch_size=4,
-        drop_path_rate=0.1,
-    )  # fmt: skip
-    shallow = hf.BeitForImageClassification(config).eval()
-    kinds = [type(layer.drop_path).__name__ for layer in shallow.beit.layers]
-    deep, report = mupscale.hf.upscale(shallow, layers=4)
-    assert kinds == ["Identity", "BeitDropPath"]
-    assert [row.source for row in report.plan.layers["beit.layers"]] == ["0", "0", "1", "1"]
-    assert report.exact
-    images = torch.randn(2, 3, 8, 8)
-    with torch.no_grad():
-        assert torch.equal(deep(images).logits, shallow(images).logits)
-
-
-@pytest.mark.slow
 def test_an_encoder_grows_alone_by_the_name_of_its_field() -> None:
     shallow = hf.T5ForConditionalGeneration(T5).eval()
     deep, report = mupscale.hf.upscale(shallow, layers={"num_layers": 3, "num_decoder_layers": 4})
@@ -221,22 +202,6 @@ def test_wider_and_deeper_in_one_command(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), logits(load(shallow)), rtol=0, atol=1e-6)
     groups = mupscale.hf.parameter_groups(model, tmp_path / "deep", lr=1e-3)
     assert sorted({group["lr"] for group in groups}) == [0.0005, 0.001]
-
-
-@pytest.mark.slow
-def test_names_of_a_folder_need_not_be_those_of_the_model(tmp_path: Path) -> None:
-    """Experts lie one by one in a folder, and are one parameter of the model."""
-    torch.manual_seed(0)
-    config = hf.MixtralConfig(**TINY, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2)
-    shallow = save(hf.MixtralForCausalLM(config).eval(), tmp_path / "shallow")
-    deep = upscale(shallow, tmp_path / "deep", "--layers", "4")
-    with safe_open(deep / "model.safetensors", "pt") as file:
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    names = [f"model.layers.{layer}.block_sparse_moe.experts.2.w2.weight" for layer in range(4)]
-    assert [bool(stored[name].any()) for name in names] == [True, False, True, False]
-    tokens = torch.arange(20).reshape(2, 10)
-    with torch.no_grad():
-        assert torch.equal(load(deep)(tokens).logits, load(shallow)(tokens).logits)
 
 
 @pytest.mark.slow

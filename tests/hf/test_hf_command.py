@@ -65,23 +65,6 @@ def test_one_file(narrow: Path, tmp_path: Path, factor: int, capsys) -> None:
 
 
 @pytest.mark.slow
-def test_the_search_and_the_bytes_are_watched(narrow: Path, tmp_path: Path, monkeypatch) -> None:
-    """Both in the library and in the command, which shows the search after two seconds."""
-    monkeypatch.setattr(family, "_known", {})
-    calls: list[tuple[str, int, int]] = []
-    report = hf.upscale_folder(narrow, 2, tmp_path / "wide", watch=lambda *call: calls.append(call))
-    stages = list(dict.fromkeys(words for words, _, _ in calls))
-    assert stages == [f"{family.FINDING}, calls of modules that agree", family.CHECKING, widened_folder.BYTES]
-    ends = {words: (done, total) for words, done, total in calls}
-    assert all(done == total for done, total in ends.values())
-    assert ends[widened_folder.BYTES] == (2 * report.wide_bytes, 2 * report.wide_bytes)
-    assert [call[1:] for call in calls if call[0] == family.CHECKING] == [(0, 2), (1, 2), (2, 2)]
-    in_memory: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(family, "_known", {})
-    hf.upscale(narrow, 2, watch=lambda *call: in_memory.append(call))
-    assert in_memory == [call for call in calls if call[0] != widened_folder.BYTES]
-
-
 def test_the_command_shows_the_search(narrow: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(family, "_known", {})
     monkeypatch.setattr(terminal, "FIRST", 0.0)
@@ -90,6 +73,7 @@ def test_the_command_shows_the_search(narrow: Path, tmp_path: Path, capsys, monk
     assert re.fullmatch(rf"{family.FINDING}, calls of modules that agree: \d+ of \d+, \d+ s", first)
 
 
+@pytest.mark.slow
 def test_shards_in_bfloat16(tmp_path: Path, monkeypatch) -> None:
     """The dtype stays, and so does every key of the configuration that is no width."""
     monkeypatch.setattr(widened_folder, "MOST_SHARD_BYTES", 50_000)
@@ -114,6 +98,7 @@ def test_shards_in_bfloat16(tmp_path: Path, monkeypatch) -> None:
         assert torch.equal(parameter, wide.get_parameter(name)), name
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_is_compared_at_its_full_size(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, report = hf.upscale(narrow, 2, call=lambda model: model(None))
     assert report.exact is None
@@ -151,6 +136,7 @@ def test_noise_auto_keeps_the_outputs_and_other_noise_says_how_it_changes_them(
     assert "%: ShrinkAndPad changes them" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_noise_is_that_of_a_model_in_memory(narrow: Path, tmp_path: Path) -> None:
     noise = tmp_path / "noise.json"
     upscale(narrow, tmp_path / "wide", "--noise", "0.1", "--seed", "3", "--save-noise", str(noise))
@@ -167,6 +153,7 @@ def test_noise_is_that_of_a_model_in_memory(narrow: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(logits(load(tmp_path / "centred")), exact, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_in_separate_tensors(tmp_path: Path) -> None:
     """Mixtral's folder has each expert's projections; the model in memory has them in one parameter a layer."""
     torch.manual_seed(0)
@@ -390,8 +377,3 @@ def test_numbers_of_heads_that_do_not_go_together_are_one_line(factor: str, narr
     assert "a llama whose fields grow by these factors cannot be used" in message
     assert "in a small model" in message
     assert names(tmp_path) == []
-
-
-def test_new_folders_above_the_output_are_made(narrow: Path, tmp_path: Path) -> None:
-    main(["upscale", str(narrow), "--factor", "2", "--out", str(tmp_path / "new" / "wide")])
-    assert (tmp_path / "new" / "wide" / "config.json").is_file()

@@ -19,7 +19,7 @@ from tiers import slow_except
 from zoo_trial import depth_trials, tiled, trial
 
 THREEFOLD = ["gpt2", "phi3", "gemma2", "falcon_multi_query", "t5_1_0", "timm_regnety"]
-OFTEN = [name for name in NAMED if name not in (*THREEFOLD, "mamba")][::3]
+OFTEN = [name for name in NAMED if name not in (*THREEFOLD, "mamba")][::5]
 """Without `--all`, beside those at three times their width."""
 REST = [name for name in ENTRIES if name not in NAMED]
 
@@ -36,27 +36,28 @@ def quiet():
     logging.enable_progress_bar()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(NAMED, "llama_tied", kept=OFTEN))
 def test_exact_without_a_hint(name):
     outcome = trial(ENTRIES[name])
     assert outcome.verdict == "exact", str(outcome)
 
 
-@pytest.mark.parametrize("name", slow_except(THREEFOLD, kept=["gpt2", "phi3", "t5_1_0"]))
+@pytest.mark.parametrize("name", slow_except(THREEFOLD, kept=["phi3"]))
 def test_exact_at_three_times_the_width(name):
     outcome = trial(ENTRIES[name], 3)
     assert outcome.verdict == "exact", str(outcome)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
 def test_exact_to_rounding_as_shipped(name):
     """These cast to float32 inside."""
     outcome = trial(ENTRIES[name], as_shipped=True)
     assert outcome.verdict == "exact", str(outcome)
 
 
-@pytest.mark.parametrize("name", slow_except(NAMED, "llama_tied", kept=["gemma2", "t5_1_0"]))
+@pytest.mark.parametrize("name", slow_except(NAMED, kept=["llama_tied", "gemma2"]))
 def test_twice_as_many_layers_without_a_hint(name):
     """Those with a norm over the sum of their branches are refused."""
     outcomes = list(depth_trials(ENTRIES[name]))

@@ -117,6 +117,7 @@ def test_a_block_of_an_mlp_without_residual_outputs_is_the_identity() -> None:
     assert torch.equal(block(x), x)
 
 
+@pytest.mark.slow
 def test_an_mlp_with_residual_blocks_widens_exactly() -> None:
     torch.manual_seed(0)
     module = mlp(layers=3, base_layers=2)
@@ -143,6 +144,7 @@ def test_residual_blocks_are_stacked_by_vmap() -> None:
 # --- checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "deep", "shallow"),
     [(mlp, 4, 2), (gpt2, 3, 1), (resnet, [2, 3, 1, 2], [2, 2, 2, 2])],

@@ -162,6 +162,7 @@ def test_a_readout_may_start_at_zero() -> None:
         GPT2(16, base_width=8, heads=4, gain=-1)
 
 
+@pytest.mark.slow
 def test_the_recipe_grows_exactly() -> None:
     torch.manual_seed(0)
     module = GPT2(8, base_width=8, layers=2, heads=4, vocabulary=VOCABULARY, context=CONTEXT, **RECIPE)
@@ -268,6 +269,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-6, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.01, weight_decay=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "of_blocks"),
     [

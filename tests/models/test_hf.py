@@ -152,6 +152,7 @@ def test_routers_and_their_loss(tmp_path: Path) -> None:
         assert float(runs[0].module.loss(batch)) > float(plain) + 0.1
 
 
+@pytest.mark.slow
 def test_noise_ema_low_precision_and_a_schedule(tmp_path: Path) -> None:
     average = EMAWeightAveraging(decay=0.5)
     schedule = lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)  # noqa: E731
@@ -176,6 +177,7 @@ def test_noise_ema_low_precision_and_a_schedule(tmp_path: Path) -> None:
     assert not torch.equal(saved[name], last["current_model_state"][f"net.model.{name}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_a_resumed_run_ends_as_an_uninterrupted_one(
     step: int, tmp_path: Path, finished: tuple[Any, dict[str, Any]], whole_run: Path
@@ -216,6 +218,7 @@ def test_rates_are_those_of_the_first_width(tmp_path: Path) -> None:
     assert after.module.hparams["base_width"] == 16
 
 
+@pytest.mark.slow
 def test_with_a_base_width_it_trains_under_mup() -> None:
     plain, scaled = module(width=64), module(width=64, base_width=16)
     for each in (plain, scaled):
@@ -243,6 +246,7 @@ def test_widths_below_the_configuration_and_between() -> None:
 # --- files
 
 
+@pytest.mark.slow
 def test_a_released_folder(released: Path, tmp_path: Path) -> None:
     """A fit starts from its weights, and its checkpoint needs the folder no more."""
     run = tmp_path / "run"
@@ -333,6 +337,7 @@ def test_mistakes(name: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_another_architecture_is_named(whole_run: Path, finished: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"architecture: model.config.num_key_value_heads is 2 there and 4 here$"):
         fit(module({**LLAMA, "num_key_value_heads": 4}), tmp_path, ckpt=whole_run / "step=2.ckpt", steps=8)
@@ -352,6 +357,7 @@ BAD_FOLDERS: dict[str, str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_FOLDERS)
 def test_bad_folders(name: str, released: Path, tmp_path: Path) -> None:
     weights = released / "model.safetensors"

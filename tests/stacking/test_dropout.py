@@ -34,6 +34,7 @@ def test_elements_are_kept_with_their_probability(p: float) -> None:
         assert abs(blocks.var().item() - variance) <= 0.25 * variance
 
 
+@pytest.mark.slow
 def test_neighbours_calls_steps_and_seeds_are_independent() -> None:
     bound = 5 / 100_000**0.5
     first = mask(0)

@@ -100,6 +100,7 @@ def test_new_copies_with_a_count_of_their_own_train_as_alone(optimizer: str, gro
     assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd"])
 def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
     data = batches(made("mlp", optimizer, 0)[0], 33)
@@ -269,6 +270,7 @@ def test_what_does_not_stack_is_refused() -> None:
         Stack([], [], loss_of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_except(["adamw", "sgd"], "adamw"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [8, 17])

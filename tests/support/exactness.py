@@ -66,14 +66,6 @@ def tied_autoencoder(n: int) -> nn.Module:
     return Net(lambda s, x: F.linear(torch.tanh(s.enc(x)), s.enc.weight.T), enc=nn.Linear(IN, n))
 
 
-def deep_tied_autoencoder(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = torch.tanh(s.b(torch.tanh(s.a(x))))
-        return F.linear(torch.tanh(F.linear(h, s.b.weight.T)), s.a.weight.T)
-
-    return Net(forward, a=nn.Linear(IN, n), b=nn.Linear(n, n))
-
-
 def attention(n: int, heads: int | None = None, dim: int | None = None) -> nn.Module:
     def forward(s: Any, x: Tensor) -> Tensor:
         h = s.inp(x)
@@ -116,19 +108,6 @@ def hidden(n: int, middle: nn.Module) -> nn.Module:
     return seq(nn.Linear(IN, n), middle, nn.Linear(n, OUT))
 
 
-def functional_norm(n: int) -> nn.Module:
-    return hidden(n, act(lambda x: F.layer_norm(x, x.shape[-1:])))
-
-
-class RMS(nn.Module):
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(n))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gain * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
 def scaled_embedding(n: int) -> nn.Module:
     return Net(
         lambda s, t: s.out(s.norm(s.emb(t) * math.sqrt(n))),
@@ -150,44 +129,12 @@ def zero_readout(n: int) -> nn.Module:
     return seq(nn.Linear(IN, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), readout)
 
 
-def gated(n: int, gate: Callable[[Tensor], Tensor]) -> nn.Module:
-    return Net(
-        lambda s, x: s.down(gate(s.gate(x)) * s.up(x)),
-        gate=nn.Linear(IN, n),
-        up=nn.Linear(IN, n),
-        down=nn.Linear(n, OUT),
-    )
-
-
 def fused_gate(n: int) -> nn.Module:
     def forward(s: Any, x: Tensor) -> Tensor:
         gate, up = s.both(x).chunk(2, -1)
         return s.down(F.silu(gate) * up)
 
     return Net(forward, both=nn.Linear(IN, 2 * n), down=nn.Linear(n, OUT))
-
-
-def feed_forward_in_a_residual(n: int) -> nn.Module:
-    """The stream stays, so its norms may stand beside any factor."""
-    return Net(
-        lambda s, x: s.out(s.norm(s.inp(x) + s.down(F.gelu(s.up(s.inp(x)))))),
-        inp=nn.Linear(IN, 8),
-        up=nn.Linear(8, n),
-        down=nn.Linear(n, 8),
-        norm=nn.LayerNorm(8),
-        out=nn.Linear(8, OUT),
-    )
-
-
-def highway(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = s.inp(x)
-        gate = torch.sigmoid(s.gate(h))
-        return s.out(gate * torch.tanh(s.new(h)) + (1 - gate) * h)
-
-    return Net(
-        forward, inp=nn.Linear(IN, n), gate=nn.Linear(n, n), new=nn.Linear(n, n), out=nn.Linear(n, OUT)
-    )  # fmt: skip
 
 
 def bare_parameters(n: int) -> nn.Module:
@@ -205,28 +152,6 @@ def einsum(n: int) -> nn.Module:
         return torch.einsum("bn,nm,mo->bo", h, s.b, s.c)
 
     return Net(forward, a=drawn(n, IN), b=drawn(n, n), c=drawn(n, OUT))
-
-
-def shared_block(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = s.inp(x)
-        for _ in range(3):
-            h = h + torch.tanh(s.block(h))
-        return s.out(h)
-
-    return Net(forward, inp=nn.Linear(IN, n), block=nn.Linear(n, n), out=nn.Linear(n, OUT))
-
-
-def siamese(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        one, other = s.tower(x), s.tower(x.flip(0))
-        return s.out((one - other).abs())
-
-    return Net(forward, tower=seq(nn.Linear(IN, n), nn.ReLU(), nn.Linear(n, n)), out=nn.Linear(n, OUT))
-
-
-def prelu(n: int) -> nn.Module:
-    return seq(nn.Linear(IN, n), nn.PReLU(n), nn.Linear(n, n), nn.PReLU(), nn.Linear(n, OUT))
 
 
 def weight_normed(n: int) -> nn.Module:
@@ -253,14 +178,6 @@ def outer_product(n: int) -> nn.Module:
         return s.out((h[:, :, None] * h[:, None, :]).flatten(1))
 
     return Net(forward, a=nn.Linear(IN, n), out=nn.Linear(n * n, OUT))
-
-
-def two_towers(n: int) -> nn.Module:
-    return Net(
-        lambda s, x: (s.a(x)[:, None] * s.b(x)[None]).sum(-1),
-        a=seq(nn.Linear(IN, n), nn.Tanh(), nn.Linear(n, n)),
-        b=seq(nn.Linear(IN, n), nn.Tanh(), nn.Linear(n, n)),
-    )
 
 
 def cosine_head(n: int) -> nn.Module:
@@ -299,22 +216,6 @@ def film(n: int) -> nn.Module:
     return Net(forward, film=nn.Linear(2, 2 * n), body=nn.Linear(IN, n), out=nn.Linear(n, OUT))
 
 
-def fourier_features(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        angles = x @ s.frequencies
-        return s.out(torch.tanh(s.mid(torch.cat([angles.sin(), angles.cos()], -1))))
-
-    net = Net(forward, mid=nn.Linear(16, n), out=nn.Linear(n, OUT))
-    net.register_buffer("frequencies", torch.randn(IN, 8, generator=torch.Generator().manual_seed(5)))
-    return net
-
-
-def growing_fourier_features(n: int) -> nn.Module:
-    net = Net(lambda s, x: s.out(torch.sin(x @ s.frequencies)), out=nn.Linear(n, OUT))
-    net.register_buffer("frequencies", torch.randn(IN, n))
-    return net
-
-
 def complex_weights(n: int) -> nn.Module:
     def forward(s: Any, x: Tensor) -> Tensor:
         h = torch.view_as_real(x.to(s.a.dtype) @ s.a)
@@ -323,11 +224,10 @@ def complex_weights(n: int) -> nn.Module:
     return Net(forward, a=nn.Parameter(torch.randn(IN, n, dtype=torch.complex64)), out=nn.Linear(n, OUT))
 
 
-def mixture_of_experts(n: int, hard: bool) -> nn.Module:
+def hard_experts(n: int) -> nn.Module:
     def forward(s: Any, x: Tensor) -> Tensor:
         gates = s.router(x).softmax(-1)
-        if hard:
-            gates = gates * F.one_hot(gates.argmax(-1), 3)
+        gates = gates * F.one_hot(gates.argmax(-1), 3)
         made = torch.stack([down(F.gelu(up(x))) for up, down in zip(s.up, s.down, strict=True)], -1)
         return (made * gates[:, None]).sum(-1)
 
@@ -354,20 +254,12 @@ def capsules(n: int) -> nn.Module:
     return Net(forward, a=nn.Linear(IN, 3 * n), out=nn.Linear(3 * n, OUT))
 
 
-def standardised(n: int) -> nn.Module:
-    return hidden(n, act(lambda x: x / (x.std(-1, keepdim=True, correction=0) + 0.1)))
-
-
 def unbiased_standardised(n: int) -> nn.Module:
     return hidden(n, act(lambda x: x / (x.std(-1, keepdim=True) + 0.1)))
 
 
 def largest_units(n: int) -> nn.Module:
     return hidden(n, act(lambda x: x * (x >= x.quantile(0.5, -1, keepdim=True))))
-
-
-def centred(n: int) -> nn.Module:
-    return hidden(n, act(lambda x: torch.tanh(x - x.mean(-1, keepdim=True))))
 
 
 def cumulative(n: int) -> nn.Module:
@@ -389,27 +281,11 @@ def cnn(n: int) -> nn.Module:
     )  # fmt: skip
 
 
-def residual_cnn(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = torch.relu(s.norm(s.stem(x)))
-        h = h + s.b(torch.relu(s.inner(s.a(h))))
-        return s.out(F.max_pool2d(h, 8).flatten(1))
-
-    return Net(
-        forward, stem=nn.Conv2d(3, n, 3, padding=1), norm=nn.BatchNorm2d(n), a=nn.Conv2d(n, n, 3, padding=1),
-        inner=nn.BatchNorm2d(n), b=nn.Conv2d(n, n, 1), out=nn.Linear(n, OUT),
-    )  # fmt: skip
-
-
 def depthwise(n: int) -> nn.Module:
     return seq(
         nn.Conv2d(3, n, 1), nn.Conv2d(n, n, 3, groups=n), nn.BatchNorm2d(n), nn.Hardswish(), nn.Conv2d(n, n, 1),
         nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(n, OUT),
     )  # fmt: skip
-
-
-def grouped_conv(n: int) -> nn.Module:
-    return seq(nn.Conv2d(3, n, 1), nn.ReLU(), nn.Conv2d(n, n, 3, groups=2), nn.ReLU(), nn.Conv2d(n, OUT, 1))
 
 
 def transposed_conv(n: int) -> nn.Module:
@@ -439,17 +315,6 @@ def dense_net(n: int) -> nn.Module:
     return Net(forward, stem=nn.Conv2d(3, n, 1), convs=convs, out=nn.Linear(3 * n, OUT))
 
 
-def squeeze_and_excite(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = torch.relu(s.stem(x))
-        gate = torch.sigmoid(s.b(torch.relu(s.a(h.mean((2, 3), keepdim=True)))))
-        return s.out((h * gate).mean((2, 3)))
-
-    return Net(
-        forward, stem=nn.Conv2d(3, n, 3), a=nn.Conv2d(n, 3, 1), b=nn.Conv2d(3, n, 1), out=nn.Linear(n, OUT)
-    )  # fmt: skip
-
-
 def channel_convolution(n: int) -> nn.Module:
     """ECA: a convolution along the channels, whose neighbours change."""
 
@@ -461,31 +326,12 @@ def channel_convolution(n: int) -> nn.Module:
     return Net(forward, stem=nn.Conv2d(3, n, 3), conv=nn.Conv1d(1, 1, 3, padding=1), out=nn.Linear(n, OUT))
 
 
-def instance_norm(n: int) -> nn.Module:
-    norm = nn.InstanceNorm2d(n, affine=True, track_running_stats=True)
-    return seq(nn.Conv2d(3, n, 3), norm, nn.ReLU(), nn.Conv2d(n, OUT, 3))
-
-
-def local_response_norm(n: int) -> nn.Module:
-    return seq(nn.Conv2d(3, n, 3), nn.LocalResponseNorm(3, alpha=1.0), nn.ReLU(), nn.Conv2d(n, OUT, 3))
-
-
 def group_norm(n: int) -> nn.Module:
     return seq(nn.Conv2d(3, n, 3), nn.GroupNorm(2, n), nn.ReLU(), nn.Conv2d(n, OUT, 3))
 
 
 def group_norm_of_fixed_groups(n: int) -> nn.Module:
     return seq(nn.Conv2d(3, n, 3), nn.GroupNorm(n // 2, n), nn.ReLU(), nn.Conv2d(n, OUT, 3))
-
-
-def conv3d(n: int) -> nn.Module:
-    return seq(act(lambda x: x[:, None]), nn.Conv3d(1, n, (3, 3, 3)), nn.ELU(), nn.Flatten(), nn.Linear(n * 36, OUT))
-
-
-def space_to_depth(n: int) -> nn.Module:
-    return seq(
-        nn.Conv2d(3, n, 3, padding=1), nn.PixelUnshuffle(2), nn.Conv2d(4 * n, n, 1), nn.Tanh(), nn.Conv2d(n, 3, 1)
-    )
 
 
 def patches(n: int) -> nn.Module:
@@ -501,20 +347,6 @@ def patches(n: int) -> nn.Module:
         forward, embed=nn.Conv2d(3, n, 4, 4), cls=drawn(1, 1, n), positions=drawn(1, 5, n),
         scale=nn.Parameter(torch.full((n,), 0.1)), mix=nn.Linear(5, 5), out=nn.Linear(n, OUT),
     )  # fmt: skip
-
-
-def mixer(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = s.inp(x)
-        h = h + s.tokens(s.norm(h).transpose(1, 2)).transpose(1, 2)
-        h = h + s.channels(s.norm(h))
-        return s.out(h.mean(1))
-
-    tokens = seq(nn.Linear(7, 9), nn.GELU(), nn.Linear(9, 7))
-    channels = seq(nn.Linear(n, 2 * n), nn.GELU(), nn.Linear(2 * n, n))
-    return Net(
-        forward, inp=nn.Linear(IN, n), norm=nn.LayerNorm(n), tokens=tokens, channels=channels, out=nn.Linear(n, OUT)
-    )
 
 
 # ------------------------------------------------------------------------------------------------ sequences
@@ -562,19 +394,6 @@ def alibi(n: int, heads: int = 2) -> nn.Module:
     )  # fmt: skip
 
 
-def one_head(n: int) -> nn.Module:
-    """Queries and keys of fixed size, values that grow."""
-
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = s.inp(x)
-        weights = (s.q(h) @ s.k(h).transpose(1, 2) / 2).softmax(-1)
-        return s.out(torch.tanh(weights @ s.v(h)))
-
-    return Net(
-        forward, inp=nn.Linear(IN, n), q=nn.Linear(n, 4), k=nn.Linear(n, 4), v=nn.Linear(n, n), out=nn.Linear(n, OUT)
-    )
-
-
 def linear_attention(n: int) -> nn.Module:
     def forward(s: Any, x: Tensor) -> Tensor:
         h = s.inp(x)
@@ -586,45 +405,15 @@ def linear_attention(n: int) -> nn.Module:
     return Net(forward, inp=nn.Linear(IN, n), out=nn.Linear(n, OUT), **parts)
 
 
-def multihead(n: int, dim: int = 4) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = s.inp(x)
-        return s.out(h + s.attention(h, h, h, need_weights=False)[0])
-
-    attention = nn.MultiheadAttention(n, n // dim, batch_first=True)
-    return Net(forward, inp=nn.Linear(IN, n), attention=attention, out=nn.Linear(n, OUT))
-
-
 def encoder_layer(n: int, dim: int = 4) -> nn.Module:
     layer = nn.TransformerEncoderLayer(n, n // dim, 2 * n, dropout=0.0, batch_first=True)
     return seq(nn.Linear(IN, n), layer, nn.Linear(n, OUT))
-
-
-def latent_queries(n: int) -> nn.Module:
-    """A Perceiver's cross-attention, with queries that are parameters and logits of c / width."""
-
-    def forward(s: Any, x: Tensor) -> Tensor:
-        k, v = s.k(x), s.v(x)
-        weights = (s.latents @ k.transpose(1, 2) / s.latents.shape[-1]).softmax(-1)
-        return s.out(torch.tanh(weights @ v)).mean(1)
-
-    return Net(forward, latents=drawn(3, n), k=nn.Linear(IN, n), v=nn.Linear(IN, n), out=nn.Linear(n, OUT))
 
 
 def recurrent(n: int, kind: type[nn.RNNBase], **options: Any) -> nn.Module:
     rnn = kind(IN, n, batch_first=True, **options)
     size = options.get("proj_size", n) * (2 if options.get("bidirectional") else 1)
     return Net(lambda s, x: s.out(s.rnn(x)[0]), rnn=rnn, out=nn.Linear(size, OUT))
-
-
-def recurrent_cell(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        state = x.new_zeros(len(x), s.cell.hidden_size)
-        for step in x.unbind(1):
-            state = s.cell(step, state)
-        return s.out(state)
-
-    return Net(forward, cell=nn.GRUCell(IN, n), out=nn.Linear(n, OUT))
 
 
 def lstm_state(n: int) -> nn.Module:
@@ -654,19 +443,6 @@ def state_space(n: int) -> nn.Module:
     )  # fmt: skip
 
 
-def wave_net(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = s.inp(x.transpose(1, 2))
-        for conv, skip in zip(s.convs, s.skips, strict=True):
-            filtered, gate = conv(h).chunk(2, 1)
-            h = h + skip(torch.tanh(filtered) * torch.sigmoid(gate))
-        return s.out(h)
-
-    convs = nn.ModuleList(nn.Conv1d(n, 2 * n, 3, padding=d, dilation=d) for d in (1, 2))
-    skips = nn.ModuleList(nn.Conv1d(n, n, 1) for _ in range(2))
-    return Net(forward, inp=nn.Conv1d(IN, n, 1), convs=convs, skips=skips, out=nn.Conv1d(n, OUT, 1))
-
-
 def fourier_filter(n: int) -> nn.Module:
     """A complex filter over time, one for each channel."""
 
@@ -676,10 +452,6 @@ def fourier_filter(n: int) -> nn.Module:
 
     filters = nn.Parameter(torch.randn(4, n, dtype=torch.complex64))
     return Net(forward, inp=nn.Linear(IN, n), filter=filters, out=nn.Linear(n, OUT))
-
-
-def embedding_bag(n: int) -> nn.Module:
-    return seq(nn.EmbeddingBag(WORDS, n), nn.ReLU(), nn.Linear(n, OUT))
 
 
 def padded_embedding(n: int) -> nn.Module:
@@ -721,11 +493,6 @@ def graph_attention(n: int) -> nn.Module:
     return Net(forward, a=nn.Linear(IN, n), source=drawn(n, 1), target=drawn(n, 1), out=nn.Linear(n, OUT))
 
 
-class Answer(NamedTuple):
-    logits: Tensor
-    value: Tensor
-
-
 @dataclass
 class Heads:
     policy: Tensor
@@ -763,99 +530,60 @@ CASES = {
     "tied head, norm before it": Case(tied_head, "tokens"),
     "tied head without a norm": Case(tied_head_without_norm, "tokens"),
     "tied autoencoder": Case(tied_autoencoder, "vectors"),
-    "deep tied autoencoder": Case(deep_tied_autoencoder, "vectors"),
     "attention, heads fixed": Case(lambda n: attention(n, heads=2), "sequences"),
     "attention, head_dim fixed": Case(lambda n: attention(n, dim=4), "sequences"),
     "pixel shuffle": Case(pixel_shuffle, "images", 4),
     "channel shuffle": Case(channel_shuffle, "images", 4),
     "softmax over width": Case(softmax_over_width, "vectors"),
-    "maxout": Case(maxout, "vectors"),
     "maxout of halves": Case(maxout_of_halves, "vectors"),
     "tanh, sum over width": Case(lambda n: two_layers(n, lambda h: torch.tanh(h).sum(-1)), "vectors"),
-    "linear, sum over width": Case(lambda n: two_layers(n, lambda h: h.sum(-1)), "vectors"),
-    "mean over width": Case(lambda n: two_layers(n, lambda h: torch.tanh(h).mean(-1)), "vectors"),
     "F.normalize": Case(lambda n: hidden(n, act(lambda x: F.normalize(x, dim=-1))), "vectors"),
-    "F.layer_norm": Case(functional_norm, "vectors"),
-    "own norm": Case(lambda n: hidden(n, RMS(n)), "vectors"),
     "embedding · sqrt(width)": Case(scaled_embedding, "tokens"),
     # perceptrons
-    "MLP": Case(mlp, "vectors"),
     "zero readout": Case(zero_readout, "vectors"),
-    "GLU": Case(lambda n: seq(nn.Linear(IN, 2 * n), nn.GLU(), nn.Linear(n, OUT)), "vectors"),
-    "SwiGLU": Case(lambda n: gated(n, F.silu), "vectors"),
-    "GEGLU": Case(lambda n: gated(n, F.gelu), "vectors"),
     "fused gate": Case(fused_gate, "vectors"),
-    "feed-forward in a residual": Case(feed_forward_in_a_residual, "vectors"),
-    "highway": Case(highway, "vectors"),
     "bare parameters": Case(bare_parameters, "vectors"),
     "einsum": Case(einsum, "vectors"),
-    "shared block": Case(shared_block, "vectors"),
-    "siamese": Case(siamese, "vectors"),
-    "PReLU": Case(prelu, "vectors"),
     "weight_norm": Case(weight_normed, "vectors"),
     "spectral_norm": Case(spectrally_normed, "vectors"),
     "bilinear": Case(bilinear, "vectors", 4),
     "outer product": Case(outer_product, "vectors", 4),
-    "two towers": Case(two_towers, "vectors"),
     "cosine head": Case(cosine_head, "vectors"),
-    "hypernetwork": Case(hypernetwork, "vectors"),
     "wide hypernetwork": Case(wide_hypernetwork, "vectors"),
     "FiLM": Case(film, "vectors"),
-    "Fourier features": Case(fourier_features, "vectors"),
-    "growing Fourier features": Case(growing_fourier_features, "vectors"),
     "complex weights": Case(complex_weights, "vectors"),
-    "soft experts": Case(lambda n: mixture_of_experts(n, hard=False), "vectors"),
-    "hard experts": Case(lambda n: mixture_of_experts(n, hard=True), "vectors"),
+    "hard experts": Case(hard_experts, "vectors"),
     "stacked experts": Case(stacked_experts, "vectors"),
     "capsules": Case(capsules, "vectors", 4),
-    "divided by its std": Case(standardised, "vectors"),
     "divided by its unbiased std": Case(unbiased_standardised, "vectors"),
     "units above the median": Case(largest_units, "vectors"),
-    "centred": Case(centred, "vectors"),
     "cumulative sum over width": Case(cumulative, "vectors"),
     "halves in order": Case(halves_in_order, "vectors"),
     "largest unit": Case(lambda n: two_layers(n, lambda h: h.amax(-1)), "vectors"),
-    "logsumexp over width": Case(lambda n: two_layers(n, lambda h: h.logsumexp(-1)), "vectors"),
     "several heads": Case(several_heads, "vectors"),
     "changes its input": Case(changes_its_input, "vectors"),
     # images
     "CNN": Case(cnn, "images", 4),
-    "residual CNN": Case(residual_cnn, "images", 4),
     "depthwise": Case(depthwise, "images", 4),
-    "grouped convolution": Case(grouped_conv, "images", 4),
     "transposed convolution": Case(transposed_conv, "images", 4),
     "U-Net": Case(u_net, "images", 4),
     "DenseNet": Case(dense_net, "images", 4),
-    "squeeze and excite": Case(squeeze_and_excite, "images", 4),
     "convolution over channels": Case(channel_convolution, "images", 4),
-    "InstanceNorm": Case(instance_norm, "images", 4),
-    "LocalResponseNorm": Case(local_response_norm, "images", 4),
     "GroupNorm": Case(group_norm, "images", 4),
     "GroupNorm, size fixed": Case(group_norm_of_fixed_groups, "images", 4),
-    "3D convolution": Case(conv3d, "images", 4),
-    "space to depth": Case(space_to_depth, "images", 4),
     "patches": Case(patches, "images"),
     # sequences
-    "mixer": Case(mixer, "sequences"),
     "rotary, grouped queries": Case(rotary_grouped, "sequences", 16),
     "ALiBi": Case(alibi, "sequences"),
-    "one head": Case(one_head, "sequences"),
     "linear attention": Case(linear_attention, "sequences"),
-    "MultiheadAttention": Case(multihead, "sequences"),
     "TransformerEncoderLayer": Case(encoder_layer, "sequences"),
-    "latent queries": Case(latent_queries, "sequences"),
-    "LSTM": Case(lambda n: recurrent(n, nn.LSTM), "sequences"),
     "LSTM, proj_size": Case(lambda n: recurrent(n, nn.LSTM, proj_size=3), "sequences"),
     "two GRUs, both directions": Case(lambda n: recurrent(n, nn.GRU, num_layers=2, bidirectional=True), "sequences", 4),
-    "GRU cell": Case(recurrent_cell, "sequences"),
     "LSTM with its state": Case(lstm_state, "sequences"),
     "state space": Case(state_space, "sequences"),
-    "WaveNet": Case(wave_net, "sequences", 4),
     "Fourier filter": Case(fourier_filter, "sequences"),
-    "EmbeddingBag": Case(embedding_bag, "tokens"),
     "padded embedding": Case(padded_embedding, "tokens"),
     "convolved words": Case(convolved_words, "tokens", 4),
-    "graph": Case(graph, "sequences"),
     "graph attention": Case(graph_attention, "sequences"),
 }
 

@@ -1,11 +1,9 @@
 """Classes of a user's own, which configurations in tests name by `class_path`."""
 
-import random
 import time
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
@@ -62,17 +60,6 @@ class ScaledByWidthMLP(MLP):
         return super().loss(batch) / self.width**0.5
 
 
-class RememberingMLP(MLP):
-    """A loss that depends on the losses before it, and on random numbers of Python and numpy."""
-
-    past = 1.0
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch) * (1 + self.past + random.random() + np.random.random())
-        self.past = float(loss.detach())
-        return loss
-
-
 class StudentMLP(MLP):
     """Also learns from a frozen network."""
 
@@ -83,20 +70,6 @@ class StudentMLP(MLP):
     def loss(self, batch: Any) -> Tensor:
         lesson = nn.functional.cross_entropy(self(batch[0]), self.teacher(batch[0]).softmax(1))
         return super().loss(batch) + lesson
-
-
-class HeadOutsideMLP(MLP):
-    """Has a layer of its width that is not in its network."""
-
-    def __init__(self, width: int, **kwargs: Any) -> None:
-        super().__init__(width, **kwargs)
-        self.head = nn.Linear(width, 7).requires_grad_(False)
-
-    def build(self, width: Any) -> nn.Module:
-        return nn.Sequential(nn.Linear(54, width), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(super().forward(x))
 
 
 class OneGroupMLP(UnscaledMLP):

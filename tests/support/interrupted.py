@@ -19,8 +19,6 @@ import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 import torch
 from kill_points import Point, Watch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
 from programs import start_fork, wait_for_fork
 from torch import Tensor, nn
 
@@ -44,28 +42,6 @@ class DropoutMLP(MLP):
     def build(self, width: int | list[int]) -> nn.Module:
         hidden = width if isinstance(width, list) else [width] * self.hparams["hidden_layers"]
         return DropoutNet(self.hparams["inputs"], hidden, self.hparams["outputs"])
-
-
-class SaveAtEveryHook(Checkpoint):
-    """Besides those of ModelCheckpoint, checkpoints wherever one can be resumed from."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self.save(trainer, "validation_end")
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.save(trainer, "epoch_start")
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.save(trainer, "epoch_end")
-
-    def save(self, trainer: Trainer, hook: str) -> None:
-        path = self.folder / f"{hook}-{trainer.global_step}.ckpt"
-        if trainer.ckpt_path is None and 0 < trainer.global_step < trainer.estimated_stepping_batches:
-            trainer.save_checkpoint(path)
 
 
 def run(request: Any) -> None:

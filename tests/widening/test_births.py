@@ -61,6 +61,7 @@ def moves(model: nn.Module, optimizer: Any, plans: list[mupscale.Plan]) -> dict[
     return {name: (before[name] - p.detach()) / rates[id(p)] for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewarm_steps", [0, 4])
 @pytest.mark.parametrize("name", OWN_COUNT)
 def test_entries_of_two_growths_have_the_count_and_the_warm_up_of_their_own_birth(name: str, rewarm_steps: int):

@@ -249,7 +249,7 @@ class Grown:
 
 
 @pytest.mark.parametrize(("optimizer", "is_mup"), [(ADAMW, False), (SGD, True)])
-@pytest.mark.parametrize("name", slow_except(CASES, "mlp"))
+@pytest.mark.parametrize("name", slow_except(CASES, "mlp", kept=[name for name in CASES if name != "resnet18"]))
 def test_training_goes_on_exactly(name: str, optimizer: Callable[..., Optimizer], is_mup: bool):
     """Through two growths by different fractions, with weight decay, momentum and clipping."""
     grown = Grown(name, optimizer, is_mup=is_mup)
@@ -257,12 +257,6 @@ def test_training_goes_on_exactly(name: str, optimizer: Callable[..., Optimizer]
         assert any(entry.fractional_axes for entry in report.plan.parameters.values())
     assert grown.drift() <= 1e-12
     assert grown.clipped > 10
-
-
-@pytest.mark.parametrize(("optimizer", "is_mup"), [(ADAMW, True), (SGD, False)])
-@pytest.mark.parametrize("name", slow_except(["mlp", "gpt2"], "mlp", kept=[]))
-def test_training_goes_on_exactly_with_mup_and_without(name: str, optimizer: Callable[..., Optimizer], is_mup: bool):
-    assert Grown(name, optimizer, is_mup=is_mup).drift() <= 1e-12
 
 
 @pytest.mark.slow
@@ -341,7 +335,7 @@ def test_hooks_around_the_step_are_nested():
 
 
 @pytest.mark.parametrize("is_mup", slow_except([False, True], True, kept=[]))
-@pytest.mark.parametrize("name", slow_except(CASES, "mlp", "gpt2"))
+@pytest.mark.parametrize("name", slow_except(CASES, "mlp", kept=["gpt2"]))
 def test_centred_noise_keeps_the_function(name: str, is_mup: bool):
     noise = mupscale.AdditiveNoise(0.5, centred=True)
     grown = Grown(name, ADAMW, is_mup=is_mup, growths=1, noise=noise)

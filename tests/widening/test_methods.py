@@ -68,6 +68,7 @@ def test_weights_follow_from_two_maps(name: str):
 UNEQUAL_COPIES = {"aki", "ligo", "shrink-and-pad", "zero-padding"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in methods.METHODS if name != "hypercloning-noisy"])
 def test_centred_noise_keeps_what_a_method_computes_or_is_refused(name: str):
     """Also that what is refused would change it."""

@@ -68,6 +68,7 @@ def test_which_entries_are_new():
     assert new_copies(in_blocks)[0].tolist() == [False, False, True, True] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_new_copies_move_as_under_an_optimizer_that_starts_anew(name: str):
     """And the others as if all state had been carried; for 20 steps, with the same gradients."""

@@ -186,28 +186,6 @@ def test_zero_noise_and_none_are_the_same_and_seeds_decide():
     assert not equal(weights(mupscale.AdditiveNoise(0.1)), weights(mupscale.AdditiveNoise(0.1), seed=1))
 
 
-def _rank(rank: int, path: str) -> None:
-    torch.manual_seed(100 + rank)  # ranks differ in everything but the seed of the upscale
-    wide = MLPNet(4, (16, 16), 3)
-    narrow = MLPNet(4, (8, 8), 3)
-    for p in narrow.parameters():
-        torch.nn.init.constant_(p, 0.25)
-    answer = {}
-    for centred in (False, True):
-        mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.5, centred=centred), seed=3)
-        answer |= {f"{name}, {centred}": value.clone() for name, value in wide.state_dict().items()}
-    torch.save(answer, f"{path}/{rank}.pt")
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive  # test_upscale_distributed compares noise on two processes, too
-def test_identical_on_one_and_on_two_processes(tmp_path):
-    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
-    _rank(2, str(tmp_path))
-    first, *others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(3))
-    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
-
-
 def test_signal_noise_is_a_fraction_of_the_signal_per_kernel_position():
     torch.manual_seed(0)
     narrow, wide, clean = ResNet18Net(8, 5), ResNet18Net(24, 5), ResNet18Net(24, 5)

@@ -46,6 +46,7 @@ def test_state_is_moved_by_name_into_groups_of_another_order():
         assert wide_opt.state[parameter]["exp_avg"].abs().max() == pytest.approx(largest, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_schedule_continues():
     """float64, cosine over 60 steps, widened at step 10; the loss agrees at each of 50 further steps."""
     case = CASES["vit"]

@@ -25,31 +25,6 @@ def test_the_plan_in_words():
     assert str(mupscale.plan(narrow, wide)) == PLAN
 
 
-ON_A_TERMINAL = """\
-parameter
-    role     narrow → wide  k_out  k_in  weight   duplicated
-------------------------------------------------------------
-layers.0.weight
-    vector   4×3 → 8×3          2     1  dup      axis 0 ×2
-layers.{0…3}.bias  ×4
-    vector   4 → 8              2     1  dup      axis 0 ×2
-layers.{1…3}.weight  ×3
-    matrix   4×4 → 8×8          2     2  dup / 2  axis 0 ×2,
-                                                  axis 1 ×2
-readout.weight
-    readout  2×4 → 2×8          1     2  dup / 2  axis 1 ×2
-readout.bias
-    scalar   2                  1     1  copy
-86 → 266 parameters"""
-
-
-def test_layers_that_grow_alike_share_a_row_on_a_terminal():
-    narrow, wide = (MLPNet(3, (width,) * 4, 2, readout_zero_init=False) for width in (4, 8))
-    plan = mupscale.plan(narrow, wide)
-    assert plan.text(columns=62) == ON_A_TERMINAL
-    assert str(plan).count("\n") == 2 + 10
-
-
 def test_blocks_are_explained():
     narrow, wide = (nn.Sequential(nn.Linear(3, width)) for width in (4, 8))
     text = str(mupscale.plan(narrow, wide, hints=mupscale.Hints(blocks={"0.*": {0: 2}})))

@@ -191,6 +191,7 @@ def test_units_compose_over_two_upscales_and_a_resume(kind: type):
         assert drift(kind, make_optimizer, (8, 16, 48), reload=True) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_their_units_the_models_drift(kind: type):
     assert drift(kind, OPTIMIZERS["adamw"], (8, 16), rescale=None) > 1e-5
@@ -345,6 +346,7 @@ def test_a_printed_plan_has_units():
     assert "dup / 2 · 1.41 on 1 + w" in rows["last.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_verify_knows_units(kind: type):
     torch.manual_seed(0)

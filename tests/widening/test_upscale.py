@@ -165,8 +165,8 @@ class Memory(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("noise", slow_except([None, mupscale.AdditiveNoise(0.1)], None))
-@pytest.mark.parametrize("consume", slow_except([True, False], True))
+@pytest.mark.slow
+@pytest.mark.parametrize(("consume", "noise"), [(True, mupscale.AdditiveNoise(0.1)), (False, None)])
 def test_peak_memory(consume: bool, noise):
     narrow, narrow_opt = trained_net(32)
     with torch.device("meta"):
@@ -219,7 +219,7 @@ TWICE = {
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("case", TWICE)
+@pytest.mark.parametrize("case", slow_except(TWICE, "mlp", kept=["resnet18", "wrapped_mup_gpt2"]))
 def test_two_upscales_are_one(case: str, optimizer_name: str):
     """×2 then ×3 is ×6: weights, state, hyperparameters, and the norm that clipping sees."""
     build, inputs = TWICE[case]
@@ -322,6 +322,7 @@ def test_recurrent_layers_on_the_meta_device(kind: type[nn.RNNBase]):
     torch.testing.assert_close(outputs[1], outputs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("noise", [mupscale.AdditiveNoise, mupscale.SignalNoise])
 def test_noise_that_waits_is_the_same(noise: Any, centred: bool) -> None:
