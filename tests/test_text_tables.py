@@ -2,7 +2,7 @@
 
 import pytest
 
-from mupscale.text_tables import Style, braced, folded, table
+from mupscale.text_tables import Style, braced, table
 
 ROWS = [("name", "number", "where"), ("a.long.name", "5", "first, second"), ("b", "120", "")]
 
@@ -47,10 +47,6 @@ def test_no_line_is_longer_than_the_terminal_and_no_word_is_lost(columns: int):
     assert sorted(shown) == sorted("".join("".join(cell for row in rows for cell in row).split()))
 
 
-def test_a_cell_of_several_lines():
-    assert table([("", "fresh\noutput"), ("a", "1")], right=[1])[:2] == ["    fresh", "   output"]
-
-
 def test_colours_do_not_move_columns():
     def paint(text: str, style: Style) -> str:
         return f"<{style}>{text}"
@@ -58,12 +54,6 @@ def test_colours_do_not_move_columns():
     painted = table(ROWS, right=[1], styles={2: "bad"}, paint=paint)
     plain = table(ROWS, right=[1])
     assert painted == [f"<heading>{plain[0]}", *plain[1:3], f"<bad>{plain[3]}"]
-
-
-def test_folded_lines_are_indented():
-    assert folded(["  one two three", "four"], 20) == ["  one two three", "four"]
-    assert folded(["  one two three four five"], 20) == ["  one two three four", "    five"]
-    assert folded(["x" * 100], None) == ["x" * 100]
 
 
 @pytest.mark.parametrize(

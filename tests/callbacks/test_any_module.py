@@ -22,7 +22,7 @@ from mupscale import AdditiveNoise
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
-from mupscale.methods import AKI, LiGO
+from mupscale.methods import LiGO
 
 pytestmark = [
     *(pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS),
@@ -237,22 +237,6 @@ def test_a_module_needs_one_way_to_grow() -> None:
         UpscaleCallback(4, 8, call=lambda module, batch: module(batch))
 
 
-def test_what_is_compared_can_be_given(tmp_path: Path) -> None:
-    def call(module: Any, batch: Any) -> Tensor:
-        return module.head(module.body(batch[0]))
-
-    wanted = fit_and_keep(BackwardByHand, tmp_path)
-    swap = UpscaleCallback(GROWS_AT, hparams={"sizes": (16, 24)}, call=call)
-    assert fit_and_keep(BackwardByHand, tmp_path, swap) == pytest.approx(wanted, rel=1e-9)
-
-
-def fit_and_keep(make: Any, folder: Path, *callbacks: Callback) -> list[float]:
-    """What a module computes after its run."""
-    module = new(Example(make, {}, "points"))
-    fit(module, "points", folder, *callbacks)
-    return module.head(module.body(rows("points", 5)[0])).flatten().tolist()
-
-
 @pytest.mark.slow
 def test_what_a_run_has_changed_stays_and_what_depends_on_the_size_follows(tmp_path: Path) -> None:
     gan, model = EXAMPLES["GAN"], EXAMPLES["language model"]
@@ -346,34 +330,6 @@ def test_a_module_becomes_deeper(changes: dict[str, int], tmp_path: Path) -> Non
         again = fit(residual(), "rows", tmp_path, swap(), ExactResume(), ckpt=keep.paths[step])
         assert again == grown[-len(again) :]
         assert 0 < len(again) < len(grown)
-
-
-def test_ways_to_become_deeper_that_change_the_loss(tmp_path: Path) -> None:
-    growth = UpscaleCallback(GROWS_AT, hparams={"depth": 4}, depth="interleave", noise=AdditiveNoise(0.1))
-    fit(residual(), "rows", tmp_path, growth)
-    assert abs(growth.summary["loss_after"] - growth.summary["loss_before"]) > 1e-3
-
-
-def test_a_method_that_changes_the_loss_may_have_noise(tmp_path: Path) -> None:
-    groups = {f"units {i}": {f"net.{2 * i}.weight": 0, f"net.{2 * i + 2}.weight": 1} for i in range(3)}
-    method = AKI(groups=groups)
-    growth = UpscaleCallback(GROWS_AT, hparams={"hidden": 16}, method=method, noise=AdditiveNoise(0.1))
-    fit(Perceptron(), "rows", tmp_path, growth)
-    assert growth.summary["after"] == "hidden=16"
-
-
-class Perceptron(LightningModule):
-    def __init__(self, hidden: int = 8) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        middle = [part for _ in range(2) for part in (nn.Linear(hidden, hidden), nn.ReLU())]
-        self.net = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), *middle, nn.Linear(hidden, 3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 def residual() -> Residual:

@@ -18,7 +18,6 @@ from training_runs import LIGHTNING_WARNINGS
 
 from mupscale import AdditiveNoise
 from mupscale.callbacks.plain import run_settings
-from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import load_checkpoint
@@ -130,13 +129,6 @@ def test_a_script_that_is_stopped_goes_on_where_it_stood(number: int, tmp_path: 
     assert load_checkpoint(folder / "last.ckpt")["global_step"] == 3  # before the first checkpoint that is due
     assert run_in_fork(lambda: script(tmp_path / "run")) == 0
     assert_same(tmp_path / "run", tmp_path / "wanted")
-
-
-def test_own_callbacks_replace_those_of_their_kind(tmp_path: Path) -> None:
-    own = RunCheckpoint(every_n_train_steps=7)
-    settings = run_settings(tmp_path, own)
-    assert [c for c in settings["callbacks"] if isinstance(c, RunCheckpoint)] == [own]
-    assert Path(settings["logger"].log_dir) == tmp_path
 
 
 def test_a_new_run_does_not_start_in_the_folder_of_another(tmp_path: Path) -> None:

@@ -96,19 +96,6 @@ def test_a_resumed_run_learns_the_same(tmp_path: Path) -> None:
         assert_identical(state(resumed), state(whole))
 
 
-def test_the_seed_of_the_method_decides(tmp_path: Path) -> None:
-    runs = [fit(mlp(), tmp_path, UpscaleCallback(3, 16, method=learned(seed=seed)), steps=6) for seed in (1, 1, 2)]
-    assert torch.equal(runs[0].losses, runs[1].losses)
-    assert not torch.equal(runs[0].losses, runs[2].losses)
-
-
-def test_maps_are_not_kept(tmp_path: Path) -> None:
-    method = learned()
-    run = fit(mlp(), tmp_path, UpscaleCallback(3, 16, method=method), steps=6)
-    with pytest.raises(UserError, match="not learned yet"):
-        method.check(mupscale.plan(mlp().network(8), run.module.net))
-
-
 class Data(LightningDataModule):
     """Its hook makes a loader that shares a generator with the one before."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
-from tiny_modules import ADAMW, OPTIMIZERS, SCHEDULES, SGD, mlp, resnet
+from tiny_modules import OPTIMIZERS, SCHEDULES, SGD, mlp, resnet
 from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
 
 import mupscale
@@ -108,17 +108,6 @@ def test_a_checkpoint_grows_offline_by_fractions(tmp_path: Path) -> None:
                 else fit(make(width), tmp_path, ckpt=path, steps=20)
             )
         assert gap(*runs) < 1e-11
-
-
-@pytest.mark.slow
-def test_new_copies_that_start_anew_are_resumed(tmp_path: Path) -> None:
-    make, settings = partial(mlp, 12, optimizer=ADAMW), {"precision": "32-true", "steps": 12}
-    swap = partial(UpscaleCallback, 4, 20, transfer_state="reset_new_copies", rewarm_steps=4)
-    whole = fit(make(), tmp_path, swap(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
-    for step in (4, 6, 10):
-        resumed = fit(make(), tmp_path / "again", swap(), ckpt=tmp_path / f"step={step}.ckpt", **settings)
-        assert torch.equal(resumed.losses, whole.losses[step:])
-        assert_identical(state(resumed), state(whole))
 
 
 def test_a_fraction_that_is_not_possible_is_refused_before_training(tmp_path: Path) -> None:

@@ -27,13 +27,6 @@ def test_at_step_0_upscales_before_the_first_step(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "pre-upscale-0.ckpt", weights_only=True)["hyper_parameters"]["width"] == 8
 
 
-def test_a_network_of_the_target_width_is_left_alone(tmp_path: Path) -> None:
-    plain = fit(mlp(24), tmp_path)
-    wide = fit(mlp(24), tmp_path, UpscaleCallback(20, 24, noise=mupscale.AdditiveNoise(1.0)))
-    assert torch.equal(plain.losses, wide.losses)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("widths", [(16, 48), ([16, 16, 24], 48)])
 def test_two_upscales(widths: tuple[Any, Any], tmp_path: Path) -> None:
@@ -212,13 +205,6 @@ def test_a_method_that_keeps_the_training(method: Any, optimizer: str, tmp_path:
     assert gap(narrow, wide) < 1e-9
     resumed = fit(make(), tmp_path, swap(), ExactResume(), ckpt=tmp_path / "step=30.ckpt", gradient_clip_val=0.1)
     assert torch.equal(resumed.losses, wide.losses[30:])
-
-
-def test_zero_padding_has_the_rates_of_its_width(tmp_path: Path) -> None:
-    swap = UpscaleCallback(20, 24, method=mupscale.methods.ZeroPadding())
-    padded = fit(mlp(), tmp_path, swap, steps=40)
-    assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
-    assert rates(padded) == pytest.approx(rates(fit(mlp(24), tmp_path, steps=1)), rel=1e-12)
 
 
 def test_a_method_as_published(tmp_path: Path) -> None:

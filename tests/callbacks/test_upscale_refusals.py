@@ -14,8 +14,7 @@ from tiny_modules import SGD, gpt2, mlp, resnet
 from torch.optim import lr_scheduler as schedules
 from training_runs import LIGHTNING_WARNINGS, fit
 
-import mupscale
-from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
+from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.base import Growable
 from mupscale.models.mlp import MLP
@@ -155,13 +154,6 @@ def test_bad_growth_is_refused_before_training(tmp_path: Path) -> None:
         gpt2(9)
 
 
-def test_two_upscales_at_one_step_are_refused(tmp_path: Path) -> None:
-    both = [UpscaleCallback(20, 16), UpscaleCallback(20, 32)]
-    refused("UpscaleCallback.at_step = 20: two upscales to width 16 and to width 32. Keep one", mlp(), tmp_path, *both)
-    with pytest.raises(UserError, match=r"UpscaleCallback.at_step = 20: two upscales to width 16, twice"):
-        refuse_schedule([UpscaleCallback(20, 16), UpscaleCallback(20, 16)])
-
-
 def test_a_width_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
     wide = 8 * 10**6
     refused(f"UpscaleCallback.width = {wide} gives 128,.* parameters, which", mlp(), tmp_path, UpscaleCallback(5, wide))
@@ -203,29 +195,6 @@ def fail_with(damage: Callable[[Path], Any], folder: Path, *_: Any, **__: Any) -
     for path in folder.rglob("pre-upscale-5.ckpt"):
         damage(path)
     raise MemoryError("no room")
-
-
-@pytest.mark.slow
-def test_bad_noise_is_refused_before_training(tmp_path: Path) -> None:
-    narrow, wide = gpt2(), gpt2(16)
-    for module in (narrow, wide):
-        module.configure_model()
-    mupscale.upscale(narrow.net, wide.net, noise=mupscale.SignalNoise(0.5)).save_noise(tmp_path / "gpt2.json")
-    noise = mupscale.RecordedNoise(tmp_path / "gpt2.json")
-    refused(
-        "UpscaleCallback.noise: RecordedNoise: .*another architecture",
-        mlp(),
-        tmp_path,
-        UpscaleCallback(20, 24, noise=noise),
-    )
-    refused(
-        "UpscaleCallback.noise: AdditiveNoise: std",
-        mlp(),
-        tmp_path,
-        UpscaleCallback(20, 24, noise=mupscale.AdditiveNoise(-1)),
-    )
-    run = fit(gpt2(), tmp_path, UpscaleCallback(5, 16, noise=noise), steps=10)
-    assert run.module.width == 16
 
 
 @pytest.mark.parametrize(

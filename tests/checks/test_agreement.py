@@ -131,24 +131,6 @@ def test_the_precision_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     assert str(found).startswith("not checked: copies of both models do not fit into half of the free memory")
 
 
-def test_models_on_meta_are_not_checked():
-    narrow = mlp(8)
-    with torch.device("meta"):
-        wide = mlp(16)
-    found = check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(VECTORS))
-    assert found.exact is None
-    assert str(found).startswith("not checked: a model on the meta device cannot run")
-
-
-def test_parameters_without_a_gradient_are_listed():
-    def build(n: int) -> nn.Module:
-        return Net(lambda s, x: s.used(x), used=mlp(n), unused=nn.Linear(n, n))
-
-    found = checked(build)
-    assert found.exact is True
-    assert found.untested == ("unused.weight", "unused.bias")
-
-
 def test_what_only_training_uses_is_tested_there():
     def forward(s: Any, x: Tensor) -> Tensor:
         return s.always(x) + (s.trained(x) if s.training else 0)
@@ -179,12 +161,6 @@ def test_random_numbers_of_training_are_a_note():
     assert checked(lambda n: Net(same_draw, body=mlp(n))).notes == ()
 
 
-def test_draws_that_follow_the_width_are_named():
-    found = checked(lambda n: hidden(n, act(lambda x: x + torch.randn(x.shape[-1]))))
-    assert found.exact is False
-    assert found.reason.endswith("The model draws random numbers in evaluation mode, as many as its width needs")
-
-
 def test_a_statistic_that_becomes_another_one_is_a_note():
     class Summed(nn.Module):
         def __init__(self, n: int) -> None:
@@ -200,14 +176,6 @@ def test_a_statistic_that_becomes_another_one_is_a_note():
     assert found.exact is True
     assert found.notes == ("in training mode the statistic '1.seen' becomes another one",)
     assert checked(lambda n: hidden(n, nn.BatchNorm1d(n))).notes == ()
-
-
-def test_a_model_that_cannot_train_with_this_call_is_noted():
-    found = checked(lambda n: hidden(n, nn.BatchNorm1d(n)), lambda model: model(VECTORS[:1]))
-    assert found.exact is True
-    assert found.notes[0].startswith(
-        "not compared in training mode: call(model) fails there: ValueError: Expected more"
-    )
 
 
 def test_nothing_of_the_caller_changes():
@@ -330,13 +298,6 @@ def attention_of(n: int) -> nn.Module:
         return s.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     return Net(forward, qkv=nn.Linear(n, 3 * n), out=nn.Linear(n, 3))
-
-
-def test_units_without_a_gradient_are_untested():
-    """With a single token, the queries and keys of a fused projection have no effect."""
-    token = torch.tensor([[3]])
-    found = checked(lambda n: seq(nn.Embedding(11, n), attention_of(n)), lambda model: model(token))
-    assert (found.exact, found.untested) == (True, ("1.qkv.weight", "1.qkv.bias"))
 
 
 @pytest.mark.gpu

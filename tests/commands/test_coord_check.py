@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import refused
 
 from mupscale.__main__ import main
 from mupscale.commands import coord_check as command
@@ -97,31 +96,3 @@ def test_the_configured_noise_is_taken(tmp_path: Path, monkeypatch: pytest.Monke
     main(["coord-check", "--config", config, callback, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path}"])
     starts = {tuple(row[1:3]): float(row[4]) for row in sizes(tmp_path) if row[0] == "grown" and row[3] == "0"}
     assert starts["layers.2", "128"] == pytest.approx(starts["layers.2", "32"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
-    check, config = ["coord-check"], configuration(tmp_path / "c.yaml")
-    message = refused(*check, "--config", config, "--widths=16,32")
-    assert message == "error: widths: a slope needs at least three different ones, got 16, 32"
-    heads = ["--model=GPT2", "--model.width=8", "--model.heads=4", "--model.layers=1"]
-    message = refused(*check, *heads, "--data=Covertype", "--widths=8,16,30")
-    assert message == "error: --widths: width 30 is not divisible by 4 heads"
-    message = refused(*check, "--model=torch.nn.Linear", "--data=Covertype", "--widths=8,16,32")
-    assert "does not correspond to a subclass of Growable" in message
-    rate = "--model.optimizer.init_args.lr=1e30"
-    assert "is not finite" in refused(*check, "--config", config, rate, "--widths=8,16,32")
-    assert "error: --widths: width 25 is odd" in refused(
-        *check, "--config", config, "--model=extensions.Even", "--widths=8,16,25"
-    )
-    for widths in ("8,16,x", "0,8,16"):
-        message = refused("coord-check", "--config", config, f"--widths={widths}")
-        assert f"wanted numbers like 64,128,256,512, got '{widths}'" in message
-    message = refused(*check, "--config", config, "--widths=8,16,32", "--layers=2,4,8")
-    assert "argument --layers: not allowed with argument --widths" in message
-    message = refused(*check, "--config", config, "--model=extensions.UnscaledMLP", "--layers=2,4")
-    assert message == "error: depths: a slope needs at least three different ones, got 2, 4"
-    message = refused(*check, "--config", config, "--model=extensions.Even", "--layers=2,4,8")
-    assert message == "error: --layers: Even has a fixed number of layers; give --widths"
-    message = refused(*check, "--config", config, "--widths=8,16,32", f"--out={config}")
-    assert message == f"error: --out {config} is not a folder; name a folder"

@@ -12,7 +12,7 @@ import torch
 from command_line import LR, small, trials, upscale
 from lightning.pytorch import Trainer
 from program_server import CORE_ONLY, environment
-from programs import run_in_fork, start_program, wait_until
+from programs import start_program, wait_until
 from slow_saves import save_in_background
 from tiers import slow_except
 
@@ -22,7 +22,6 @@ from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.plain import Summary
 from mupscale.commands import cli
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.termination import end_now, on_sigterm
 from mupscale.datamodules.covertype import Covertype
 from mupscale.models.checkpoint import non_finite_in
 from mupscale.models.mlp import MLP
@@ -175,11 +174,6 @@ def test_ctrl_c_says_how_to_go_on(
     assert line.startswith("interrupted; ")
     assert ("start again with the same command" in line) == (saved == 0)
     assert ("go on: python -m mupscale resume runs/default/version_0" in line) == (saved == 8)
-
-
-def test_a_forked_process_dies_of_the_signal() -> None:
-    with on_sigterm(end_now):
-        assert run_in_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)) == -signal.SIGTERM
 
 
 # --- losses that are not finite

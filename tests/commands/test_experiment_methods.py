@@ -60,11 +60,6 @@ def file(**keys: Any) -> str:
 # --- the files
 
 
-def test_there_is_a_file_for_each_task() -> None:
-    names = [path.stem.removeprefix("methods_") for path in FILES]
-    assert names == ["gpt2", "mlp_adamw", "mlp_adamw_4x", "quickstart", "resnet"]
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_method_is_in_the_file(path: Path) -> None:
     """With rates and noise levels to tune, the same for all; a second HyperCloning is the diagonal one."""

@@ -52,13 +52,6 @@ def test_a_width_that_does_not_fit_is_refused() -> None:
     assert "is not wider than" in refused("plan", "--config", small(Path("c.yaml"), upscale(3, 4)))
 
 
-def test_the_plan_of_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--config", small(Path("c.yaml"), upscale(3, 20))])
-    printed = capsys.readouterr().out
-    assert "dup · 5/2 / copies" in printed
-    assert "fractional: 7 parameters grow by 5/2, with 2 to 3 copies of a unit" in printed
-
-
 def test_the_plan_of_a_method(capsys: pytest.CaptureFixture[str]) -> None:
     """The units of a hidden layer have numbers of copies of their own; those before the muP readout too."""
     swap = upscale(3, 16)

@@ -1,7 +1,6 @@
 """run.json and result.json: every fit writes its length when it begins, and its numbers when it ends."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,12 @@ from extensions import Crash, Crashed
 from logged import curves
 
 from mupscale.__main__ import main
-from mupscale.commands.results import write_result
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def read(name: str, folder: str = "runs/default/version_0") -> dict[str, Any]:
     return json.loads((Path(folder) / name).read_text())
-
-
-def test_numbers_that_are_not_finite_are_texts(tmp_path: Path):
-    write_result(tmp_path, {"value": math.inf, "growths": [{"loss_after": math.nan}], "steps": 3})
-    assert json.loads((tmp_path / "result.json").read_text()) == {
-        "value": "inf", "growths": [{"loss_after": "nan"}], "steps": 3,
-    }  # fmt: skip
 
 
 def test_a_fit_writes_its_length_and_its_numbers(tmp_path: Path):

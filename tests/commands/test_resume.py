@@ -343,14 +343,6 @@ def test_the_identity_of_a_run_survives_lost_files(damage: str, half_a_run: Path
 
 
 @pytest.mark.slow
-def test_what_else_is_in_run_json_is_kept(half_a_run: Path) -> None:
-    before = json.loads((half_a_run / "run.json").read_text())
-    (half_a_run / "run.json").write_text(json.dumps({**before, "tags": {"arm": "upscaled"}}))
-    main(["resume", str(half_a_run)])
-    assert json.loads((half_a_run / "run.json").read_text()) == {**before, "tags": {"arm": "upscaled"}}
-
-
-@pytest.mark.slow
 def test_lost_identities_of_two_runs_with_one_folder_for_checkpoints(tmp_path: Path) -> None:
     shared = ["fit", "--config", config(tmp_path / "c.yaml"), "--checkpoint.dirpath=shared"]
     for step in (5, 9):

@@ -128,12 +128,6 @@ def test_metadata_with_a_foreign_object_inside(folder: Path):
     assert_refused(folder, "which no checkpoint needs; nothing of it was loaded")
 
 
-def test_metadata_of_a_single_rank(folder: Path):
-    """Torch falls back to it where .metadata cannot be read."""
-    write(folder, Attack(), "__0.metadata")
-    assert_refused(folder, "__0.metadata names", "which no checkpoint needs; nothing of it was loaded")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch.hub\nload", "builtins\neval", "os\nsystem", "torch\nload", "torch\nnn.Linear"])
 def test_only_the_classes_of_metadata_are_known(name: str, folder: Path):
@@ -195,14 +189,6 @@ def test_a_shard_outside_of_the_folder(name: Callable[[Path], str], value: str, 
     place_of(content, value).relative_path = name(folder)
     write(folder, content)
     assert_refused(folder, "outside of its folder")
-
-
-@pytest.mark.slow
-def test_transformations_of_shards(folder: Path):
-    content = metadata(folder)
-    place_of(content, "optimizer_0.lr").transform_descriptors = ["stream.zstd"]
-    write(folder, content)
-    assert_refused(folder, "asks for transformations")
 
 
 @pytest.mark.slow

@@ -19,8 +19,6 @@ from command_line import trials as table
 from lightning.pytorch import Trainer
 from logged import curves, losses
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiers import slow_except
-from torch import Tensor
 
 from mupscale.__main__ import main
 from mupscale.callbacks import trial_metric
@@ -37,7 +35,6 @@ from mupscale.commands.lab.sweep import Sweep
 from mupscale.commands.sweep import parser as sweep_parser
 from mupscale.commands.sweep import settings_of
 from mupscale.errors import UserError
-from mupscale.methods.noise import SignalNoise
 from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -398,46 +395,6 @@ def test_arguments_for_callbacks_that_are_not_there(tmp_path: Path) -> None:
     assert "callback_args.Foo" in refused("fit", "--config", config, "--callback_args={Foo: {x: 1}}")
     assert "UpscaleCallback" in refused("fit", "--config", config, "--callback_args={UpscaleCallback: {x: 1}}")
     assert not Path("runs").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures")
-@pytest.mark.parametrize("centred", slow_except([False, True], kept=[True]))
-def test_signal_noise_is_carried_by_its_constants(
-    centred: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    swap = upscale(10, 16)
-    swap["init_args"]["noise"] = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1, "centred": centred}}
-    saved: list[dict[str, Any]] = []
-    original = SignalNoise.constant
-
-    def spy(self: SignalNoise, entry: Any, *tensors: Tensor) -> Tensor:
-        value = original(self, entry, *tensors)
-        saved.append({"t": self.t, "name": entry.name, "value": float(value)})
-        return value
-
-    monkeypatch.setattr(SignalNoise, "constant", spy)
-    config = small(tmp_path / "c.yaml", swap)
-    main(["sweep", "--config", config, "--sweep", "UpscaleCallback.noise.t=0.2,4", "--out", "s"])
-    best = yaml.safe_load(Path("s/best.yaml").read_text())
-    assert best == {
-        "callback_args": {"UpscaleCallback": {"noise": {"class_path": "mupscale.RecordedNoise",
-                                                        "init_args": {"path": "s/noise.json"}}}},
-    }  # fmt: skip
-    constants = json.loads(Path("s/noise.json").read_text())["constants"]
-    t = float(min(table(Path("s")), key=lambda row: float(row["last_epoch"]))["UpscaleCallback.noise.t"])
-    assert {name: value for name, value in constants.items() if value} == {
-        s["name"]: s["value"] for s in saved if s["t"] == t
-    }
-    # the hidden layers; centred noise has nothing to centre over in the first
-    assert sum(value > 0 for value in constants.values()) == (2 if centred else 3)
-    assert set(constants) == {name for name, _ in MLP(8).network(8).named_parameters()}
-    target = small(tmp_path / "target.yaml", swap | {"init_args": swap["init_args"] | {"width": 64}}, width=32)
-    cli = parsed(["fit", "--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"])
-    (wide,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
-    assert wide.noise.constants == constants
-    assert wide.noise.centred == centred
-    assert cli.model.width == 64
 
 
 def test_best_leaves_the_noise_of_other_growths_alone(tmp_path: Path) -> None:

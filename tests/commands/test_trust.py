@@ -128,13 +128,6 @@ def test_the_optimizer_of_a_checkpoint_is_not_imported(class_path: str, changed)
     assert_untouched()
 
 
-def test_an_optimizer_without_a_rule_is_named_with_the_reason(changed):
-    def by(checkpoint: dict[str, Any]) -> None:
-        checkpoint["mupscale"]["optimizer_classes"] = ["torch.optim.adadelta.Adadelta"]
-
-    assert "Adadelta is not homogeneous in the gradient" in refused("upscale", changed(by), *WIDEN)
-
-
 def test_a_model_and_an_optimizer_of_ones_own_are_named_by_the_user(changed):
     def by(checkpoint: dict[str, Any]) -> None:
         checkpoint["mupscale"]["class_path"] = "__main__.Own"
@@ -213,10 +206,3 @@ def test_tags_in_yaml_make_nothing(command: list[str], saved: Path, tmp_path: Pa
         Path(file).write_text('model: !!python/object/apply:os.system ["touch marker"]\n')
     assert "python/object/apply:os.system" in refused(*command)
     assert not Path("marker").exists()
-
-
-class Attack:
-    """Makes a file when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path("marker"),)

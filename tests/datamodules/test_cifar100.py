@@ -167,12 +167,6 @@ def test_training_batches_are_torchvisions_of_what_the_epoch_draws(folder: str, 
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.1
 
 
-def test_statistics_come_from_the_training_images(folder: str, arrays: Arrays):
-    centre = torch.cat([images for images, _ in epoch(module(folder).val_dataloader())])
-    assert centre.mean() < -0.9  # about 49 of 255 with the training images' 127 ± 74
-    assert len(centre) == TEST
-
-
 def test_evaluation_sees_the_test_images_as_they_are(folder: str, arrays: Arrays):
     data = module(folder)
     statistics = channel_statistics(torch.from_numpy(arrays["x_train"]))
@@ -418,14 +412,6 @@ def test_the_archive_put_there_by_hand_is_unpacked(tmp_path: Path, archive: byte
     check_read(tmp_path, arrays)
     data.setup()
     assert len(epoch(data.train_dataloader())) == 4
-
-
-def test_archive_and_npz_give_the_same_batches(tmp_path: Path, archive: bytes, folder: str):
-    (tmp_path / "cifar-100-python.tar.gz").write_bytes(archive)
-    CIFAR100(str(tmp_path)).prepare_data()
-    for one, other in zip(*(epoch(module(data).train_dataloader()) for data in (folder, str(tmp_path))), strict=True):
-        assert torch.equal(one[0], other[0])
-        assert torch.equal(one[1], other[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -66,13 +66,6 @@ def test_a_pickle_in_an_npz_file_runs_nothing(tmp_path: Path, kind: str):
     assert everything(tmp_path) == ["some.npz"]
 
 
-def test_a_single_array_is_no_npz_file(tmp_path: Path):
-    with (tmp_path / "some.npz").open("wb") as stream:
-        np.save(stream, np.arange(3))
-    with pytest.raises(UserError, match=r"some\.npz is not a whole npz file with arrays a \("):
-        read_npz(tmp_path / "some.npz", ("a",))
-
-
 def test_a_digest_is_compared(tmp_path: Path):
     file = tmp_path / "file"
     file.write_bytes(b"published")

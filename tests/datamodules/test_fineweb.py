@@ -117,13 +117,6 @@ def test_the_crops_of_a_seed_stay_what_they_are(folder: str):
     assert starts(module(folder, seed=3).train_dataloader())[0] == [163, 145, 31, 133]
 
 
-def test_a_batch_is_a_copy(folder: str, resident: bool):
-    data = module(folder, order="sequential", resident=resident)
-    for batch in data.train_dataloader():
-        batch.zero_()
-    assert starts(data.train_dataloader())[0] == [0, 7, 14, 21]
-
-
 # ---- ranks, and Lightning's way with loaders
 
 
@@ -270,14 +263,6 @@ def test_fewer_tokens_than_the_context(folder: str, context: int):
         module(folder, context=context)
 
 
-def test_an_unfinished_folder_is_named(folder: str):
-    (Path(folder) / "progress.json").write_text("{}")
-    with pytest.raises(UserError, match=r"^data_dir: .* is not finished: run the same `python -m mupscale prepare`"):
-        FineWeb(folder).prepare_data()
-    (Path(folder) / "preparation.json").write_text("{}")  # a process was killed between its last two steps
-    FineWeb(folder).prepare_data()
-
-
 # ---- memory
 
 
@@ -356,9 +341,3 @@ def test_by_position_batches_are_those_of_iteration(
 
     check_positions(make, follows_seed=follows_seed)
     assert getattr(data, f"{draw}_dataloader")().order == make(0).order
-
-
-def test_loaders_with_and_without_targets_have_another_order(folder: str):
-    data = module(folder)
-    assert data.val_dataloader().order == data.test_dataloader().order
-    assert data.val_dataloader().order != data.predict_dataloader().order

@@ -2,15 +2,12 @@
 wrong.
 """
 
-import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from corpus import ENTRIES, contents, prepared, refused, write_article, write_hub, write_text
+from corpus import ENTRIES, contents, prepared, refused, write_article, write_text
 from paths import SUPPORT
 from programs import run_program
 
@@ -18,8 +15,6 @@ from mupscale.__main__ import main
 from mupscale.datamodules import documents, preparation
 from mupscale.datamodules.documents import TextFiles
 from mupscale.datamodules.preparation import lock_folder
-
-CRASHES = SUPPORT / "prepare_crashes.py"
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +25,6 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def article(tmp_path: Path) -> Path:
     return write_article(tmp_path / "article.txt")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_hub(tmp_path / "hub", monkeypatch)
 
 
 @pytest.mark.slow
@@ -137,63 +127,3 @@ def test_other_arguments_are_refused(
     ):
         prepared(article, tmp_path / "out", **other)
     assert contents(tmp_path / "out") == before
-
-
-@pytest.mark.slow
-def test_a_stream_that_breaks_off_goes_on(tmp_path: Path, hub: None, monkeypatch: pytest.MonkeyPatch):
-    import datasets  # which takes its time
-
-    rows = datasets.IterableDataset.__iter__
-    left = [100]
-
-    def breaking(self: datasets.IterableDataset) -> Iterator[Any]:
-        for row in rows(self):
-            if left[0] == 0:
-                raise OSError("connection reset")
-            left[0] -= 1
-            yield row
-
-    command = [
-        "fineweb",
-        "--subset",
-        "CC-MAIN-2013-20",
-        "--tokens",
-        "1M",
-        "--vocab",
-        "300",
-        "--val-fraction",
-        "0.2",
-        "--out",
-    ]
-    main(["prepare", *command, str(tmp_path / "straight")])
-    with monkeypatch.context() as broken:
-        broken.setattr(datasets.IterableDataset, "__iter__", breaking)
-        told = refused(*command, tmp_path / "out")
-        assert "connection reset" in told
-        assert not (tmp_path / "out").exists()  # it broke off when the vocabulary was trained
-        left[0] = 120 + 70
-        assert "run the same command again to continue" in refused(*command, tmp_path / "out")
-        progress = json.loads((tmp_path / "out/progress.json").read_bytes())
-        done = sum(documents for files in progress["files"].values() for _, documents in files)
-        assert 60 < done < 70
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="fedcba9876543210"))
-    done_before = contents(tmp_path / "out")
-    with (
-        monkeypatch.context() as broken
-    ):  # as `datasets` says it without a network, if it knows the repository from before
-        broken.setattr(
-            datasets,
-            "load_dataset",
-            lambda *_, **__: (_ for _ in ()).throw(ValueError("Couldn't find cache for fineweb-edu")),
-        )
-        assert "streaming" in refused(*command, tmp_path / "out")
-    assert contents(tmp_path / "out").keys() == done_before.keys()
-    load, revisions = datasets.load_dataset, []
-    monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda *args, **options: (revisions.append(options["revision"]), load(*args, **options))[1],
-    )
-    main(["prepare", *command, str(tmp_path / "out")])
-    assert revisions == ["0123456789abcdef"]  # with which it began, whatever has been published since
-    assert contents(tmp_path / "out") == contents(tmp_path / "straight")

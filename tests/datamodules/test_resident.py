@@ -139,16 +139,6 @@ def test_a_resumed_loader_yields_the_very_next_batch(seen: int, world_size: int)
     assert [[*chain(*parts)] for parts in zip(*shares, strict=True)] == expected[seen:]
 
 
-def test_iter_without_drawing_changes_nothing():
-    data, expected = loader(), epoch(loader())
-    iter(data)
-    iter(data)
-    assert epoch(data) == expected
-    data.load_state_dict({**data.state_dict(), "epoch": 0, "position": 2})
-    iter(data)
-    assert epoch(data) == expected[2:]
-
-
 def test_iter_after_drawing_abandons_the_epoch():
     straight, data = loader(), loader()
     epoch(straight)
@@ -242,33 +232,6 @@ def test_there_is_no_place_outside_of_an_epoch(at_epoch: int, position: int):
     assert epoch(data) == epoch(loader())
 
 
-def test_the_plans_of_two_epochs_are_kept(monkeypatch: pytest.MonkeyPatch):
-    made: list[int] = []
-    make = ResidentLoader._new_plan
-
-    def counted(self: ResidentLoader, epoch: int) -> tuple[Tensor, ...]:
-        made.append(epoch)
-        return make(self, epoch)
-
-    monkeypatch.setattr(ResidentLoader, "_new_plan", counted)
-    data = loader()
-    others = [ResidentLoader(data.tensors, BATCH, shuffle=True, seed=seed) for seed in (0, 1, 0)]
-    for draw, at_a_time in ((data.batch_at, 1), (lambda *place: joint_batch(others, *place), 2)):
-        made.clear()
-        for at_epoch in (0, 1, 0, 1, 2, 1):
-            for position in range(len(data)):
-                draw(at_epoch, position)
-        assert made == [at_epoch for at_epoch in (0, 1, 2) for _ in range(at_a_time)]
-
-
-def test_joint_batches_of_other_loaders_are_not_those_kept():
-    tensors = (NUMBERS,)
-    first, second, third = (ResidentLoader(tensors, BATCH, shuffle=True, seed=seed) for seed in range(3))
-    for together in ([first, second], [first, third], [first, second, third], [first]):
-        expected = torch.stack([loader.batch_at(0, 1) for loader in together])
-        assert torch.equal(joint_batch(together, 0, 1), expected)
-
-
 def test_joint_batches_of_other_tensors_are_those_of_each():
     first, second = (
         ResidentLoader((NUMBERS + offset,), BATCH, shuffle=True, seed=offset, drop_last=True) for offset in (0, 100)
@@ -332,15 +295,6 @@ def test_going_to_a_place_is_as_drawing_up_to_it(seen: int):
     assert [epoch(resumed), epoch(resumed)] == [epoch(straight), epoch(straight)]
     assert [batch.tolist() for batch in existing] == [batch.tolist() for batch in drawn_by]
     assert epoch(going) == epoch(drawing)
-
-
-@pytest.mark.parametrize("position", [0, 3, 6])
-def test_iter_after_going_to_a_place_is_as_after_drawing(position: int):
-    epochs, data = loader(), loader()
-    expected = [epoch(epochs) for _ in range(3)]
-    data.go_to(1, position)
-    # an epoch that was drawn from is abandoned
-    assert epoch(data) == expected[2 if position else 1]
 
 
 # ---- Lightning

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from lightning.pytorch import LightningDataModule
 from stand_ins import trainer_stub
 
@@ -16,7 +15,7 @@ from mupscale.datamodules import cifar100, covertype, token_files
 from mupscale.datamodules import files as module
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import SAMPLE, Covertype
-from mupscale.datamodules.files import once, shared, version_of
+from mupscale.datamodules.files import shared, version_of
 from mupscale.datamodules.fineweb import JARGON, FineWeb
 
 
@@ -54,21 +53,6 @@ def test_what_nobody_holds_is_freed_and_read_again():
     del held
     shared("another key", read)
     assert list(module._held) == ["another key"]
-
-
-def test_a_check_that_failed_is_made_again():
-    calls = []
-
-    def verify() -> None:
-        calls.append(len(calls))
-        if len(calls) == 1:
-            raise ValueError("damaged")
-
-    with pytest.raises(ValueError, match="damaged"):
-        once("key", verify)
-    for _ in range(3):
-        once("key", verify)
-    assert calls == [0, 1]
 
 
 def test_the_version_of_a_file_is_its_place_size_and_time(tmp_path: Path):
@@ -213,9 +197,3 @@ def test_a_checked_folder_is_checked_again_after_a_change(tmp_path: Path, monkey
         with pytest.raises(ValueError, match="is damaged"):
             FineWeb(str(folder)).prepare_data()
     assert len(checks) == 3
-
-
-def test_another_table_of_values_is_another_order():
-    images, tables = torch.zeros(8, 32, 32, 3, dtype=torch.uint8), [torch.zeros(3, 256), torch.ones(3, 256)]
-    orders = [cifar100.NormalisingLoader(table, (images,), 4, shuffle=False).order for table in (*tables, tables[0])]
-    assert orders[0] == orders[2] != orders[1]

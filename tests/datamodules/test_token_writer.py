@@ -5,12 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mupscale.datamodules.mapped_tokens import MappedTokens
-from mupscale.datamodules.token_files import list_files, read_token_folder
-from mupscale.datamodules.token_writer import TOKEN, TokenWriter
+from mupscale.datamodules.token_writer import TokenWriter
 
 DOCUMENTS = [[5, 6, 65535], [7], [8, 9, 10, 11], [12, 13], [14, 15, 16, 17, 18, 19, 20, 21, 22], [23]]
-EVERYTHING = [token for document in DOCUMENTS for token in document]
 
 
 def append(writer: TokenWriter, documents: list[list[int]]) -> None:
@@ -49,18 +46,6 @@ def test_the_bytes_of_the_format(tmp_path: Path):
     }
 
 
-@pytest.mark.parametrize("file_tokens", [1, 4, 5, 1000])
-def test_the_files_do_not_depend_on_how_documents_come(tmp_path: Path, file_tokens: int):
-    whole = written(tmp_path / "once", file_tokens)
-    for size in (1, 2, 3):
-        writer = TokenWriter(tmp_path / str(size), file_tokens)
-        for first in range(0, len(DOCUMENTS), size):
-            append(writer, DOCUMENTS[first : first + size])
-            writer.flush()
-        assert writer.counts == whole.counts
-        assert contents(tmp_path / str(size)) == contents(tmp_path / "once")
-
-
 @pytest.mark.parametrize("kept", range(7))
 def test_a_new_writer_continues_from_what_was_committed(tmp_path: Path, kept: int):
     written(tmp_path / "straight")
@@ -87,30 +72,3 @@ def test_lost_data_is_an_error(tmp_path: Path):
         ValueError, match=r"00002\.ds has lost data: 21 bytes of 22\. Delete the folder and prepare it again"
     ):
         TokenWriter(tmp_path, 4, counts)
-
-
-@pytest.mark.parametrize("file_tokens", [1, 4, 1000])
-def test_files_read_as_one_array(tmp_path: Path, file_tokens: int):
-    for split in ("train", "val"):
-        written(tmp_path / split, file_tokens).finish("mine")
-    tokens = read_token_folder(list_files(tmp_path)).tokens("train")
-    assert len(tokens) == 20
-    for start in range(20):
-        for size in range(1, 21 - start):
-            out = np.full(size, -1, np.int64)
-            tokens.read(start, out)
-            assert out.tolist() == EVERYTHING[start : start + size]
-    for begin, part in tokens.parts():
-        assert part.tolist() == EVERYTHING[begin : begin + len(part)]
-
-
-def test_mapping_reads_nothing(tmp_path: Path):
-    """Four thousand million tokens, of which the disk has none."""
-    file = tmp_path / "00000.ds"
-    file.touch()
-    with file.open("r+b") as stream:
-        stream.truncate(2 * 4 * 10**9)
-    tokens = MappedTokens([file, file], [(0, 4 * 10**9)] * 2, TOKEN)
-    out = np.ones(3, np.uint16)
-    tokens.read(4 * 10**9 - 1, out)
-    assert (len(tokens), out.tolist()) == (8 * 10**9, [0, 0, 0])

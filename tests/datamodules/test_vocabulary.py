@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from corpus import ENTRIES
 
-from mupscale.datamodules import vocabulary
-from mupscale.datamodules.vocabulary import cut_into_pieces, encode, load_tokenizer, train_tokenizer
+from mupscale.datamodules.vocabulary import encode, load_tokenizer, train_tokenizer
 from mupscale.errors import UserError
 
 
@@ -39,17 +38,6 @@ def test_documents_end_with_the_end_of_text_and_may_spell_it():
     )
     assert 299 not in tokens[3:-2]
     assert tokenizer.decode(tokens[3:-2].tolist()) == "<|endoftext|>"
-
-
-def test_long_documents_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(vocabulary, "PIECE", 10)
-    assert cut_into_pieces("0123456789") == ["0123456789"]
-    assert cut_into_pieces("0123\n567\n901\n") == ["0123\n567\n", "901\n"]
-    assert cut_into_pieces("01234567890123") == ["0123456789", "0123"]
-    tokenizer = trained(ENTRIES[:50], 300)
-    text = "".join(ENTRIES[:9])
-    tokens, lengths = encode(tokenizer, [text, "x"])
-    assert tokenizer.decode(tokens[: lengths[0] - 1].tolist()) == text
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"model": {"type": "BPE"}}', b"\xff"])

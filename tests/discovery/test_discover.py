@@ -206,26 +206,6 @@ def test_what_the_call_returns_is_compared_without_a_forward(wrap: Callable, dty
     assert found.untested == ()
 
 
-def test_what_the_call_adds_to_the_forward_pass_is_compared() -> None:
-    class Shifted(Features):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.tanh(self.first(x)))
-
-    inputs = torch.randn(6, 5)
-    with pytest.raises(UserError, match=r"what call\(model\) returns is multiplied by a number"):
-        mupscale.discover(*pair(Shifted, 2), lambda model: model(inputs) * model.factor)
-
-
-def test_a_call_that_returns_nothing_to_compare_is_refused() -> None:
-    narrow, wide = pair(Features, 2)
-    with pytest.raises(UserError, match="returns no tensor of floats"):
-        mupscale.discover(narrow, wide, lambda model: model.features(torch.ones(2, 5)).argmax())
-    with pytest.raises(UserError, match="no gradient with respect to a parameter that grows"):
-        mupscale.discover(
-            *pair(lambda width: Features(width, 0.0), 2), lambda model: model.features(torch.ones(2, 5)).detach()
-        )
-
-
 @pytest.mark.slow
 def test_frozen_parameters_are_tested_too() -> None:
     narrow, wide = pair(Decoder, 2)
@@ -249,27 +229,12 @@ class Rates(nn.Module):
         return self.last(torch.tanh(self.first(x) * rates)) * self.factor
 
 
-def test_parameters_that_must_stay_between_0_and_1_are_perturbed_inside_it() -> None:
-    inputs = torch.randn(7, 5)
-    found = mupscale.discover(*pair(Rates, 2), lambda model: model(inputs))
-    assert (found.roles, found.rescale, found.untested) == ({}, {}, ())
-
-
 @pytest.mark.parametrize("least", [0.9, 2.0])
 def test_outputs_that_are_nan_are_refused(least: float) -> None:
     inputs = torch.randn(7, 5)
     narrow, wide = pair(lambda width: Rates(width, least, scaled=True), 2)
     with pytest.raises(UserError, match=r"discover: .* NaN or infinite.*cannot be compared"):
         mupscale.discover(narrow, wide, lambda model: model(inputs))
-
-
-def test_masked_outputs_are_not_refused() -> None:
-    class Masked(Features):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.features(x).masked_fill(torch.tensor([False, True, False]), -torch.inf)
-
-    found = mupscale.discover(*pair(Masked, 2), lambda model: model(torch.ones(2, 5)))
-    assert found.rescale == {"last.weight": 0.5}
 
 
 class Hypernetwork(nn.Module):
@@ -292,13 +257,6 @@ def test_an_axis_that_is_a_product_of_widths_is_carried_over() -> None:
     narrow, wide = Hypernetwork(40, 30).double(), Hypernetwork(80, 60).double()
     mupscale.upscale(narrow, wide, hints=found.resolved(narrow, wide))
     assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-10)
-
-
-def test_a_product_of_widths_whose_blocks_are_no_width_is_not_carried_over() -> None:
-    found = Found({}, {"make": {0: 12}}, {}, 1, {"make": ((192,), (768,)), "last": ((8,), (16,))})
-    narrow, wide = (nn.ParameterDict({"make": torch.ones(3 * n * n), "last": torch.ones(n)}) for n in (32, 64))
-    with pytest.raises(UserError, match="cannot be cut as it was"):
-        found.resolved(narrow, wide)
 
 
 class TwoStages(nn.Module):
@@ -447,13 +405,6 @@ def test_what_a_forward_pass_may_do(kind: type[nn.Module]) -> None:
     assert list(found.rescale) == (["last.weight", "last.bias"] if kind is Complex else [])
 
 
-def test_gradients_are_taken_whatever_the_caller_is_in_the_middle_of() -> None:
-    inputs = torch.randn(6, 5)
-    narrow, wide = pair(Perceptron, 2)
-    with torch.no_grad():
-        assert mupscale.discover(narrow, wide, lambda model: model(inputs)).untested == ()
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_what_cannot_be_run_is_refused_by_its_cause() -> None:
     class Uncopied:
@@ -537,24 +488,3 @@ def test_the_second_layer_of_both_directions_reads_them_side_by_side(kind: type[
     found = mupscale.discover(narrow, wide, lambda model: model(TOKENS))
     assert found.blocks["recurrent.weight_ih_l1"][1] == found.blocks["recurrent.weight_ih_l1_reverse"][1] == WIDTH
     assert drift_of_training(narrow, wide, found, TOKENS, torch.optim.AdamW) < 1e-10
-
-
-def test_running_statistics_follow_what_their_norm_reads() -> None:
-    class Dense(nn.Module):
-        """A norm over a concatenation, which is duplicated part by part."""
-
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv1d(3, width, 1), nn.Conv1d(width, width, 1)
-            self.norm, self.last = nn.BatchNorm1d(2 * width), nn.Linear(2 * width, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            return self.last(torch.relu(self.norm(torch.cat([x, self.second(x)], 1))).mean(-1))
-
-    inputs = torch.randn(4, 3, 5, dtype=torch.float64)
-    narrow, wide = pair(Dense, 2)
-    found = mupscale.discover(narrow, wide, lambda model: model(inputs))
-    assert found.passes < 4
-    assert found.blocks["norm.running_mean"] == found.blocks["norm.weight"] == {0: WIDTH}
-    assert drift_of_training(narrow, wide, found, inputs, torch.optim.AdamW) < 1e-10

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import cycle, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.methods import Duplication, HyperCloning
+from mupscale.methods import Duplication
 from mupscale.methods.grow import grow
 from mupscale.widening.layers import layers_of
 
@@ -323,25 +322,6 @@ def test_noise_leaves_inserted_outputs_alone_and_parts_copies() -> None:
     assert not torch.equal(wide.get_parameter("layers.0.up.weight"), wide.get_parameter("layers.1.up.weight"))
 
 
-def test_recorded_noise_serves_a_deeper_model(tmp_path: Path) -> None:
-    """Constants of a growth of width alone are those of the layers that come from its layers."""
-    narrow, _ = begun(lambda: Net(8, 2))
-    noise = mupscale.SignalNoise(0.1)
-    mupscale.upscale(narrow, Net(16, 2).double(), call=run, noise=noise).save_noise(tmp_path / "noise.json")
-    recorded = mupscale.RecordedNoise(tmp_path / "noise.json")
-    report = mupscale.upscale(narrow, Net(16, 4).double(), call=run, depth="stack", noise=recorded)
-    assert report.noise["layers.2.up.weight"] == recorded.constants["layers.0.up.weight"] != 0
-    assert report.noise["layers.3.up.weight"] == recorded.constants["layers.1.up.weight"]
-
-
-def test_methods_grow_the_width_of_a_deeper_model() -> None:
-    narrow, before = begun(lambda: Net(8, 2))
-    wide = Net(16, 4).double()
-    report = mupscale.upscale(narrow, wide, before, call=run, depth="identity", method=HyperCloning("diagonal"))
-    assert (run(wide) - run(narrow)).abs().max() <= 1e-12
-    assert report.exact is True
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("depth", "function"), [("identity", True), ("interleave", False), ("stack", False), ("random", False)]
@@ -387,15 +367,6 @@ def test_gradients_that_wait_are_carried_to_copies_and_not_to_inserted_layers() 
     assert wide.get_parameter("layers.1.up.weight").grad is None
 
 
-def test_a_frozen_layer_stays_frozen() -> None:
-    narrow, _ = begun(lambda: Net(8, 2))
-    narrow.layers[0].requires_grad_(False)
-    wide = Net(8, 4).double()
-    mupscale.upscale(narrow, wide, call=run, depth="interleave")
-    frozen = [name for name, parameter in wide.named_parameters() if not parameter.requires_grad]
-    assert {name.split(".")[1] for name in frozen} == {"0", "1"}
-
-
 def test_mup_follows_the_branch_multiplier_at_any_depth_of_the_base() -> None:
     for base_layers in (2, 3, 8):
         model = mupscale.set_base_shapes(Net(16, 8, 2), Net(8, base_layers, 2), Net(4, base_layers, 2))
@@ -426,14 +397,6 @@ def test_mup_models_grow_in_depth() -> None:
         assert trained(wide, after, 5)[-1] > 0
 
 
-def test_the_plan_says_which_layer_comes_from_where() -> None:
-    text = str(mupscale.plan(Net(8, 2), Net(16, 4), depth="identity"))
-    assert "layers, 2 → 4 layers: 0 = 0, 1 (adds nothing, from 0), 2 = 1, 3 (adds nothing, from 1)" in text
-    before = sum(parameter.numel() for parameter in Net(8, 2).parameters())
-    after = sum(parameter.numel() for parameter in Net(16, 4).parameters())
-    assert f"{before:,} → {after:,} parameters" in text
-
-
 def shared() -> nn.Module:
     net = Net(8, 2)
     net.layers[1].up = net.layers[0].up
@@ -462,13 +425,3 @@ def test_bad_depth(narrow: nn.Module, wide: nn.Module, depth: Any, message: str)
     assert "\n" not in str(error.value)
     now = [parameter for model in (narrow, wide) for parameter in model.parameters()]
     assert all(map(torch.equal, before, now))
-
-
-def test_a_plan_has_its_depth_already() -> None:
-    narrow, wide = Net(8, 2), Net(8, 4)
-    plan = mupscale.plan(narrow, wide, depth="interleave")
-    with pytest.raises(UserError, match=r"give depth to mupscale\.plan instead"):
-        mupscale.upscale(narrow, wide, hints=plan, depth="stack")
-    report = mupscale.upscale(narrow, wide, hints=plan, call=lambda model: model(X.float()))
-    assert report.exact is False
-    assert report.plan is plan

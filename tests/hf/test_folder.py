@@ -95,12 +95,8 @@ def second_configuration(folder: Path) -> None:
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "is not a model folder: it has no config.json"),
     "half a configuration": (lambda f: (f / "config.json").write_text('{"a":'), "cannot be read as JSON"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "it holds no names with values"),
-    "nested too deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "cannot be read as JSON"),
     "no such family": (lambda f: edit(f / "config.json", model_type="lama"), "has model_type 'lama'"),
-    "no family": (lambda f: edit(f / "config.json", model_type=None), "has model_type None"),
     "no such class": (lambda f: edit(f / "config.json", architectures=["os"]), "has architectures ['os']"),
-    "a function": (lambda f: edit(f / "config.json", architectures=["pipeline"]), "has architectures ['pipeline']"),
     "another class": (
         lambda f: edit(f / "config.json", architectures=["GPT2LMHeadModel"]),
         "GPT2LMHeadModel is no architecture of a llama model",
@@ -126,16 +122,12 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter"),
     "pickled weights": (only_pickles, "has its weights in pytorch_model.bin, which may hold code"),
     "no weights": (lambda f: [p.unlink() for p in (*shards(f), f / INDEX)], "has no weights: wanted"),
-    "no index": (lambda f: (f / INDEX).unlink(), "no model.safetensors and no model.safetensors.index.json"),
     "a missing shard": (lambda f: shards(f)[1].unlink(), "lacks model-00002-of-00005.safetensors"),
     "half a shard": (half_a_shard, "is not a safetensors file, or is damaged"),
-    "an empty shard": (lambda f: shards(f)[0].write_bytes(b""), "is not a safetensors file, or is damaged"),
     "a link out of the folder": (linked_shard, "is a link out of its folder"),
-    "half an index": (lambda f: (f / INDEX).write_text("{"), "cannot be read as JSON"),
     "an empty index": (lambda f: (f / INDEX).write_text("{}"), "has no weight_map"),
     "an index that lacks a tensor": (index_without_a_tensor, "does not say so; get both again"),
     "an index that leads out": (index_of("../x.safetensors"), "wanted a safetensors file in the folder"),
-    "an index of pickles": (index_of("x.bin"), "wanted a safetensors file in the folder"),
     "an index of another file": (index_of("model-00001-of-00005.safetensors"), "which model.safetensors.index.json"),
 }
 
@@ -228,20 +220,9 @@ def test_a_tied_parameter_may_be_in_the_folder_once_or_twice(folder: Path, tmp_p
             refuse_unlike_twins(twice)
 
 
-def test_a_missing_parameter_is_named(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"lacks 'model\.norm\.weight', which a LlamaForCausalLM has"):
-        matched(rewritten(folder, lambda tensors: tensors.pop("model.norm.weight")))
-
-
 def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
     with pytest.raises(UserError, match=r"'lm_head\.weight' has shape \(64, 31\) in the folder"):
         matched(rewritten(folder, lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 31)})))
-
-
-def test_whole_numbers_are_refused(folder: Path) -> None:
-    eight_bits = {"lm_head.weight": torch.ones(64, 32, dtype=torch.int8)}
-    with pytest.raises(UserError, match="the model is quantised"):
-        matched(rewritten(folder, lambda tensors: tensors.update(eight_bits)))
 
 
 def test_tensors_of_the_base_model_and_of_old_versions_are_found(folder: Path) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from mupscale.errors import UserError
 from mupscale.hf import streaming
 from mupscale.hf.folder import as_bytes, new_file, split_into_files, stored_tensors, write_all
-from mupscale.hf.names import GrowingTensor, _layout_between
+from mupscale.hf.names import GrowingTensor
 from mupscale.hf.streaming import Streamer, Widening, check_file, row_chunks, write_wide
 from mupscale.methods import Duplication, HyperCloning
 from mupscale.methods.noise import AdditiveNoise, add_noise_
@@ -128,11 +128,3 @@ def test_files_are_split_by_size_and_aligned(tmp_path) -> None:
         assert {name: tuple(value.shape) for name, value in load_file(file.path).items()} == {
             tensor.name: tensor.shape for tensor in file.tensors
         }
-
-
-def test_the_layout_of_a_part_of_an_axis() -> None:
-    """The gate and the up projection inside one parameter of 2 × 6 rows."""
-    joined = (Piece(12, 6, 2),)
-    assert _layout_between(joined, 0, 6, "gate") == _layout_between(joined, 6, 6, "up") == (Piece(6, 6, 2),)
-    with pytest.raises(UserError, match="'gate' is a part of a parameter that is duplicated in blocks across"):
-        _layout_between((Piece(12, 12, 2),), 0, 6, "gate")

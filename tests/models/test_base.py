@@ -60,34 +60,6 @@ def test_a_method_that_is_missing_is_named() -> None:
         WithoutLoss(8, 4).training_step((), 0)
 
 
-def test_flops_are_counted_once_for_the_same_arguments_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-    count = Growable._counted_flops
-
-    def counted(self: Growable, batch: Any) -> float:
-        counts.append(len(batch[0]))
-        return count(self, batch)
-
-    monkeypatch.setattr("mupscale.models.base._FLOPS", {})
-    monkeypatch.setattr(Growable, "_counted_flops", counted)
-
-    class Other(MLP):
-        pass
-
-    def flops(kind: type[MLP], width: int, rows: int, **arguments: Any) -> float:
-        module = kind(width, 8, inputs=3, outputs=2, **arguments)
-        return module.training_flops((torch.zeros(rows, 3), torch.zeros(rows, dtype=torch.long)))
-
-    once = flops(MLP, 8, 5)
-    assert flops(MLP, 8, 5, init_from="base.ckpt") == once
-    assert counts == [5]
-    assert flops(MLP, 8, 10) == 2 * once
-    assert flops(MLP, 16, 5) > once
-    assert flops(MLP, 8, 5, hidden_layers=5) > once
-    assert flops(Other, 8, 5) == flops(Other, 8, 5) == once  # it might count anything
-    assert counts == [5, 10, 5, 5, 5, 5]
-
-
 class Weighted(MLP):
     """Its loss uses all that a module can hold beside its network, and logs."""
 
@@ -183,16 +155,6 @@ def test_flops_of_batches_of_any_kind() -> None:
     assert counted[0] > 0
     assert counted == counted[:1] * 3
     assert inputs.device.type == "cpu"
-
-
-def test_networks_at_the_base_width_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths: list[Any] = []
-    build = MLP.build
-    monkeypatch.setattr(MLP, "build", lambda self, width, layers=None: widths.append(width) or build(self, width))
-    module = MLP(12, 4, inputs=3, outputs=2)
-    module.network(12)
-    module.network(24, meta=True)
-    assert widths == [4, 8, 12, 24]
 
 
 class Noting:

@@ -18,7 +18,6 @@ from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     Size,
     checkpoint_size,
-    class_path,
     load_checkpoint,
     load_optimizer_state,
     load_weights,
@@ -153,13 +152,6 @@ def test_state_is_loaded_by_parameter_name() -> None:
     assert [group["lr"] for group in after.param_groups] == [0.2, 0.2]  # hyperparameters are not state
 
 
-def test_a_checkpoint_without_state_leaves_the_optimizer_as_it_is() -> None:
-    module = built(mlp())
-    optimizer = stepped(module, torch.optim.AdamW(module.parameters()))
-    load_optimizer_state(module, [optimizer], {**checkpoint(module), "optimizer_states": []})
-    assert len(optimizer.state) == len(list(module.parameters()))
-
-
 def test_state_of_another_class_is_refused() -> None:
     module = built(mlp())
     saved = checkpoint(module, stepped(module, torch.optim.AdamW(module.parameters())))
@@ -178,7 +170,3 @@ def test_mixed_widths_survive_as_primitives(tmp_path: Path) -> None:
     assert records_of(fresh)["0.weight"] == records_of(wide)["0.weight"]
     assert mixed_widths(fresh).keys() == {"0.weight"}
     assert mixed_widths(narrow) == {}
-
-
-def test_class_paths() -> None:
-    assert class_path(nn.Linear(1, 1)) == "torch.nn.modules.linear.Linear"

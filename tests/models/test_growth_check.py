@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import mupscale
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import Size
-from mupscale.models.growth_check import check_growth, first_samples, small_widths
+from mupscale.models.growth_check import check_growth, small_widths
 
 
 class Heads(Growable):
@@ -64,14 +64,6 @@ def test_the_smallest_widths_have_the_same_factors(before: Any, after: Any, smal
     widths = list(small_widths(before, after))
     assert widths[0] == smallest
     assert widths[-1] == (before, after)
-
-
-def test_samples_are_cut_in_any_structure():
-    batch = {"x": torch.zeros(5, 3), "y": [torch.zeros(5), torch.zeros(3, 5)], "n": 5, "s": torch.zeros(())}
-    cut = first_samples(batch, 2)
-    assert (cut["x"].shape, cut["y"][0].shape, cut["y"][1].shape, cut["n"]) == ((2, 3), (2,), (3, 5), 5)
-    assert batch["x"].shape == (5, 3)
-    assert first_samples((3, "text"), 2) == (3, "text")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import CARRIED, MIXED, OPTIMIZERS, UNLIKE, Rules, batches, grown, loss_of, made, stacked
+from stacks import CARRIED, MIXED, UNLIKE, Rules, batches, grown, loss_of, made, stacked
 from tiers import slow_except
 from tiny_modules import mlp
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ import mupscale
 from mupscale.errors import UserError
 from mupscale.models.base import Growable
 from mupscale.stacking.stack import Stack
-from mupscale.widening.stepping import Record, Records, attach, step_records, store_records
+from mupscale.widening.stepping import step_records
 
 
 def rate(step: int) -> float:
@@ -81,7 +81,7 @@ def together(
 
 @pytest.mark.parametrize(
     ("optimizer", "clip"),
-    slow_except([*((name, None) for name in OPTIMIZERS), ("adamw", 0.05), ("sgd", 0.05)], ("adamw", 0.05)),
+    slow_except([("adamw", 0.05), ("adam", None), ("sgd", 0.05), ("plain sgd", None)], ("adamw", 0.05)),
 )
 def test_the_mlp_trains_as_alone(optimizer: str, clip: float | None) -> None:
     alone = separately("mlp", optimizer, 4, 50, 25, clip)
@@ -92,7 +92,7 @@ def test_the_mlp_trains_as_alone(optimizer: str, clip: float | None) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "grow_at"),
-    slow_except([("adamw", 20), ("adam", 20), ("sgd", 0), ("sgd", 20), ("plain sgd", 20)], ("adamw", 20)),
+    slow_except([("adamw", 20), ("sgd", 0)], ("adamw", 20)),
 )
 def test_new_copies_with_a_count_of_their_own_train_as_alone(optimizer: str, grow_at: int) -> None:
     alone = separately("mlp", optimizer, 4, 60, grow_at, None, MIXED)
@@ -101,7 +101,7 @@ def test_new_copies_with_a_count_of_their_own_train_as_alone(optimizer: str, gro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
     data = batches(made("mlp", optimizer, 0)[0], 33)
     early, data = data[:3], data[3:]
@@ -138,39 +138,6 @@ def test_growth_by_different_factors_trains_as_alone(optimizer: str, clip: float
     alone = separately("mlp", optimizer, 4, 60, 20, clip, UNLIKE)
     ours = together("mlp", optimizer, 4, 60, 20, clip, rules=UNLIKE)
     assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
-
-
-def test_affine_units_train_as_alone() -> None:
-    def pairs() -> list[tuple[nn.Linear, Optimizer]]:
-        found = []
-        for index in range(3):
-            torch.manual_seed(index)
-            model = nn.Linear(4, 3, dtype=torch.float64)
-            widths = {"bias": Record(shift=0.1 * index)}
-            if index == 2:
-                widths["weight"] = Record(entries=((1, "in", (1.0, 1.0, 0.5, 0.5)), (0, "out", (2.0, 1.0, 1.0))))
-            store_records(model, Records(False, widths))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
-            attach(model, optimizer)
-            found.append((model, optimizer))
-        return found
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().mean()
-
-    x = torch.randn(5, 4, dtype=torch.float64)
-    ours, alone = pairs(), pairs()
-    stack = Stack(*zip(*ours, strict=True), loss)
-    for _ in range(10):
-        stack.step(x, max_norm=0.1)
-        for model, optimizer in alone:
-            optimizer.zero_grad()
-            loss(model, x).backward()
-            mupscale.clip_grad_norm_(model, 0.1)
-            optimizer.step()
-    for (model, _), (other, _) in zip(ours, alone, strict=True):
-        for tensor, expected in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.allclose(tensor, expected, rtol=1e-12)
 
 
 def train_alone(module: Growable, optimizer: Optimizer, data: list[Any]) -> None:
@@ -231,29 +198,6 @@ def test_a_model_that_diverges_touches_no_other() -> None:
     assert torch.allclose(losses[[0, 2]], expected, rtol=1e-14)
 
 
-def test_batches_of_their_own() -> None:
-    pairs = [made("mlp", "adamw", index) for index in range(2)]
-    data = batches(pairs[0][0], 4)
-    stack = stacked(pairs)
-    losses = [stack.step(tuple(torch.stack(parts) for parts in zip(a, b, strict=True)), shared=False)
-              for a, b in ((data[0], data[1]), (data[2], data[3]))]  # fmt: skip
-    for index in range(2):
-        module, optimizer = made("mlp", "adamw", index)
-        for step in range(2):
-            optimizer.zero_grad()
-            loss = module.loss(data[2 * step + index])
-            loss.backward()
-            optimizer.step()
-            assert torch.allclose(losses[step][index], loss, rtol=1e-13)
-
-
-def test_hooks_of_others_are_refused() -> None:
-    pairs = [made("mlp", "adamw", index) for index in range(2)]
-    pairs[1][1].register_step_post_hook(lambda *_: None)
-    with pytest.raises(UserError, match="hooks of its steps, which a stack cannot call"):
-        stacked(pairs)
-
-
 def test_what_does_not_stack_is_refused() -> None:
     pairs = [made("mlp", "adamw", index) for index in range(2)]
     wide = made("mlp", "adamw", 2, 16)
@@ -271,9 +215,10 @@ def test_what_does_not_stack_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_except(["adamw", "sgd"], "adamw"))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("width", [8, 17])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "width"),
+    [("adamw", torch.float32, 17), ("sgd", torch.float64, 17), ("sgd", torch.float32, 8)],
+)
 def test_the_mlp_trains_to_the_same_bits_in_any_stack(optimizer: str, dtype: torch.dtype, width: int) -> None:
     """On the CPU with one thread: at any place of a stack of any size."""
 

@@ -120,13 +120,6 @@ def tied_in_the_wide_model_only() -> Input:
     ), {}
 
 
-@bad("'wte.weight' is tied in one", "Tie, or untie, it in both")
-def tied_in_the_narrow_model_only() -> Input:
-    return *(
-        GPT2Net(w, layers=1, heads=2, vocabulary=12, context=5, tied=tied) for w, tied in ((4, True), (8, False))
-    ), {}
-
-
 @bad("'1.weight' belongs to both models", "build the wide one by itself")
 def parameter_shared_between_the_models() -> Input:
     head = nn.Linear(3, 3)
@@ -146,22 +139,9 @@ def weight_norm_of_a_recurrent_layer() -> Input:
     return *(nn.Sequential(nn.Linear(3, w), lstm(w)) for w in (4, 8)), {}
 
 
-@bad("'0'", "Linear", "reparametrised", "remove_parametrizations")
-def weight_norm_of_a_spectral_norm() -> Input:
-    def layer(w: int) -> nn.Module:
-        return nn.utils.parametrizations.spectral_norm(nn.utils.parametrizations.weight_norm(nn.Linear(3, w)))
-
-    return *(nn.Sequential(layer(w)) for w in (4, 8)), {}
-
-
 @bad("'0'", "reparametrised", "remove_parametrizations")
 def spectral_norm() -> Input:
     return *(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, w))) for w in (4, 8)), {}
-
-
-@bad("'0'", "Conv1d", "remove_spectral_norm")
-def old_spectral_norm() -> Input:
-    return *(quietly(lambda w=w: nn.Sequential(nn.utils.spectral_norm(nn.Conv1d(3, w, 1)))) for w in (4, 8)), {}
 
 
 @bad("'0.weight' is a lazy one", "run a batch through both models")
@@ -169,19 +149,9 @@ def lazy_modules() -> Input:
     return *(quietly(lambda w=w: nn.Sequential(nn.LazyLinear(w))) for w in (4, 8)), {}
 
 
-@bad("'0.running_mean'", "lazy", "run a batch through both models")
-def lazy_buffers() -> Input:
-    return *(quietly(lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False))) for _ in range(2)), {}
-
-
 @bad("'0.weight' (10, 4) → (20, 8)", "axis 0 of a Embedding is not a width", "same size")
 def vocabulary_growth() -> Input:
     return nn.Sequential(nn.Embedding(10, 4)), nn.Sequential(nn.Embedding(20, 8)), {}
-
-
-@bad("'0.weight' (4, 3, 1, 1) → (8, 3, 3, 3)", "axis 2 of a Conv2d is not a width")
-def kernel_growth() -> Input:
-    return nn.Sequential(nn.Conv2d(3, 4, 1)), nn.Sequential(nn.Conv2d(3, 8, 3)), {}
 
 
 @bad("'0'", "Conv2d", "fewer groups", "4 → 2", "Keep the number of groups")
@@ -217,14 +187,6 @@ def nan_weights() -> Input:
     return narrow, wide, {"narrow_opt": optimizer}
 
 
-@bad("'1.bias' (3,)", "infinite", "earlier checkpoint")
-def infinite_weights() -> Input:
-    narrow, wide = linear(4, 8)
-    with torch.no_grad():
-        narrow[1].bias[0] = -math.inf
-    return narrow, wide, {}
-
-
 @bad("narrow model is on the meta device")
 def narrow_on_the_meta_device() -> Input:
     narrow, wide = linear(4, 8)
@@ -253,26 +215,6 @@ def whole_numbers_that_would_be_divided() -> Input:
     for model in models:
         model[0].weight = nn.Parameter(torch.full_like(model[0].weight, 5, dtype=torch.int8), requires_grad=False)
     return *models, {}
-
-
-@bad("'0.weight' (4, 3) → (8, 3) is quantised (torch.int8)", "in floating point")
-def eight_bit_weights_that_would_only_be_repeated() -> Input:
-    models = [nn.Sequential(nn.Linear(3, w, bias=False)) for w in (4, 8)]
-    for model in models:
-        model[0].weight = nn.Parameter(torch.full_like(model[0].weight, 5, dtype=torch.int8), requires_grad=False)
-    return *models, {}
-
-
-@bad("'0' (Linear) is quantised", "in floating point")
-def quantised_modules() -> Input:
-    torch.backends.quantized.engine = "qnnpack"  # the default may be one for another architecture
-    models = [quietly(lambda m=m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear})) for m in linear(4, 8)]
-    return *models, {}
-
-
-@bad("(ReLU) has no parameters", "nothing to widen", "Pass the network itself")
-def no_parameters() -> Input:
-    return nn.ReLU(), nn.ReLU(), {}
 
 
 @bad("buffer '1.running_mean' (4,)", "NaN", "earlier checkpoint")
@@ -319,11 +261,6 @@ def unknown_role() -> Input:
     return *linear(4, 8), {"hints": mupscale.Hints(roles={"0.weight": "hidden"})}
 
 
-@bad("roles must map name patterns", "['matrix']")
-def roles_that_are_no_mapping() -> Input:
-    return *linear(4, 8), {"hints": mupscale.Hints(roles=["matrix"])}
-
-
 @bad("'0.weight' (4, 4) → (8, 4) grows, so it is no scalar")
 def growing_scalar() -> Input:
     return *linear(4, 8), {"hints": mupscale.Hints(roles={"0.weight": "scalar"})}
@@ -342,16 +279,6 @@ def matrix_without_a_side() -> Input:
 @bad("pattern '1.gain' matches no parameter or buffer", "there are '0.weight'")
 def block_pattern_without_match() -> Input:
     return *linear(4, 8), {"hints": mupscale.Hints(blocks={"1.gain": {0: 2}})}
-
-
-@bad("'0.weight' must map to {axis: block}", "got 2")
-def block_without_axis() -> Input:
-    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.weight": 2})}
-
-
-@bad("blocks must map name patterns", "got 4")
-def blocks_that_are_no_mapping() -> Input:
-    return *linear(4, 8), {"hints": mupscale.Hints(blocks=4)}
 
 
 @bad("'0.bias'", "axis 1", "shape (4,)")
@@ -374,21 +301,6 @@ def pieces_that_do_not_fill_the_axis() -> Input:
     return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.weight": {0: [(2, 1, 2), (2, 1, 1)]}})}
 
 
-@bad("axis 0 of '0.weight'", "at least 1", "(4, 0, 2)")
-def empty_block() -> Input:
-    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.weight": {0: [(4, 0, 2)]}})}
-
-
-@bad("axis 0 of '0.weight'", "give a block length, or a list of (length, block, factor)", "'heads'")
-def block_that_is_no_number() -> Input:
-    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.weight": {0: "heads"}})}
-
-
-@bad("axis 0 of 'mixing' (0, 2) → (0, 4)")
-def block_of_an_empty_axis() -> Input:
-    return Bare(0, 2), Bare(0, 4), {"hints": mupscale.Hints(blocks={"mixing": {0: 1}})}
-
-
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_before_anything_is_written(case: str):
     assert_refused(*BAD[case])
@@ -406,11 +318,7 @@ def test_a_buffer_without_width_may_hold_infinities_but_no_nan():
 
 
 def test_the_plan_refuses_the_same_models():
-    cases = (
-        indivisible_outputs, deeper_target, spectral_norm, embedding_tied_to_a_plain_readout, unknown_role,
-        eight_bit_weights_that_would_only_be_repeated, quantised_modules, no_parameters,
-    )  # fmt: skip
-    for case in cases:
+    for case in (indivisible_outputs, deeper_target, spectral_norm, embedding_tied_to_a_plain_readout, unknown_role):
         build, fragments = BAD[case.__name__]
         narrow, wide, settings = build()
         with pytest.raises(ValueError, match=re.escape(fragments[0])):

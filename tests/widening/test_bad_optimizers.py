@@ -61,14 +61,6 @@ def nan_in_the_state() -> Input:
     return narrow, wide, {"narrow_opt": optimizer}
 
 
-@bad("'momentum_buffer' of '1.bias'", "infinite", "earlier checkpoint")
-def infinity_in_the_state() -> Input:
-    narrow, wide = linear(4, 8)
-    optimizer = stepped(narrow, SGD(narrow.parameters(), momentum=0.9))
-    optimizer.state[narrow[1].bias]["momentum_buffer"][0] = torch.inf
-    return narrow, wide, {"narrow_opt": optimizer}
-
-
 @bad("'history' of '1.bias'", "(3, 7)", "no rule covers", "register the optimizer")
 def state_that_no_rule_covers() -> Input:
     narrow, wide = linear(4, 8)
@@ -99,12 +91,6 @@ def wide_optimizer_lacking_a_parameter() -> Input:
         wide,
         {"narrow_opt": stepped(narrow, AdamW(narrow.parameters())), "wide_opt": AdamW(wide[0].parameters())},
     )
-
-
-@bad("wide_opt holds parameters that are not in the wide model", "build it over wide.parameters()")
-def wide_optimizer_of_another_model() -> Input:
-    narrow, wide = linear(4, 8)
-    return narrow, wide, {"narrow_opt": AdamW(narrow.parameters()), "wide_opt": AdamW(linear(4, 8)[1].parameters())}
 
 
 @bad("2 narrow optimizers and 1 wide ones", "one for each")

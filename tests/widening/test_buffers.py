@@ -46,25 +46,6 @@ def test_a_buffer_that_is_not_saved_stays_that_of_the_wide_model():
     assert "kept" in next(line for line in str(report.plan).splitlines() if line.startswith("frequencies"))
 
 
-def test_the_outputs_after_saving_and_loading_are_those_in_memory():
-    torch.manual_seed(0)
-    narrow, wide, loaded = Scaled(4).eval(), Scaled(8).eval(), Scaled(8).eval()
-    mupscale.upscale(narrow, wide, hints=mupscale.Hints(rescale=UNITS))
-    loaded.load_state_dict(wide.state_dict())
-    tokens = torch.arange(7)
-    assert torch.equal(loaded(tokens), wide(tokens))
-    torch.testing.assert_close(wide(tokens), narrow(tokens))
-
-
-def test_a_growing_buffer_that_is_not_saved_may_have_any_size():
-    """It is not duplicated, so no factor is needed."""
-    narrow, wide = Scaled(4), Scaled(8)
-    narrow.register_buffer("table", torch.zeros(5), persistent=False)
-    wide.register_buffer("table", torch.ones(7), persistent=False)
-    mupscale.upscale(narrow, wide)
-    assert torch.equal(wide.table, torch.ones(7))
-
-
 def test_a_buffer_that_is_saved_under_another_name_is_duplicated():
     models = [Scaled(4), Scaled(8)]
     for model, width in zip(models, (4, 8), strict=True):

@@ -151,15 +151,6 @@ def test_further_layers(kind: Callable[[int], nn.Module], expected: list[str]):
     assert drift(narrow, wide, torch.randn(6, 5, 3).double()) <= 1e-13
 
 
-def test_fixed_features_are_not_duplicated_and_get_none():
-    torch.manual_seed(0)
-    narrow, wide = FixedFeatures(4).double(), FixedFeatures(8).double()
-    noise = added(narrow, wide, mupscale.AdditiveNoise(0.5, centred=True))
-    assert not noise["middle.weight"][:, 8:].any()
-    assert not noise["head.weight"][:, 8:].any()
-    assert noise["middle.weight"][:, :8].all()
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_which_weights_of_gpt2_get_noise(tied: bool):
     """All that sum over width; a readout only if it is not the embedding."""
@@ -171,29 +162,6 @@ def test_which_weights_of_gpt2_get_noise(tied: bool):
     noise = added(narrow, wide, mupscale.AdditiveNoise(0.5, centred=True))
     block = [f"blocks.0.{name}.weight" for name in ("attention.qkv", "attention.project", "mlp.0", "mlp.2")]
     assert [name for name in noise if noise[name].any()] == [*block, *([] if tied else ["head.readout.weight"])]
-
-
-def test_more_heads_of_one_size():
-    def build(width: int) -> nn.Module:
-        return GPT2Net(width, layers=2, head_dim=4, vocabulary=30, context=11).double()
-
-    narrow, wide = (mupscale.set_base_shapes(build(width), build(4), build(8), init="constant") for width in (8, 24))
-    noise = added(narrow, wide, mupscale.AdditiveNoise(0.1, centred=True))["blocks.0.attention.project.weight"]
-    assert noise.view(24, 2, 3, 4).sum(2).abs().max() <= 1e-15  # the three copies of each head
-    assert noise.view(24, 8, 3).sum(2).abs().max() > 0.01
-    assert drift(narrow, wide, torch.arange(11)[None]) <= 1e-12
-
-
-def test_a_tied_embedding_gets_none_whatever_its_role_is_called():
-    def build(width: int) -> nn.Module:
-        return GPT2Net(width, layers=1, heads=2, vocabulary=30, context=11).double()
-
-    narrow, wide = (mupscale.set_base_shapes(build(width), build(4), build(8), init="constant") for width in (8, 16))
-    noise = mupscale.AdditiveNoise(0.5, centred=True)
-    report = mupscale.upscale(narrow, wide, noise=noise, hints=mupscale.Hints(roles={"wte.weight": "mu_readout"}))
-    assert report.plan.parameters["wte.weight"].role == "mu_readout"
-    assert report.noise["wte.weight"] == 0
-    assert drift(narrow, wide, torch.arange(11)[None]) <= 1e-13
 
 
 # --- the level is that of the noise that is added
@@ -212,22 +180,6 @@ def test_std_is_meant_after_centring(factor: int):
         assert copies.sum(-1).abs().max() <= 1e-14 * std
         assert copies.std((0, 1)).tolist() == pytest.approx([std] * factor, rel=0.1)
     assert [name for name in noise if noise[name].any()] == list(expected)
-
-
-def test_signal_noise_is_a_fraction_of_the_signal_per_kernel_position():
-    torch.manual_seed(0)
-    build = [nn.Sequential(nn.Conv2d(3, n, 3), nn.ReLU(), nn.Conv2d(n, n, 2)) for n in (6, 18, 18)]
-    narrow, wide, clean = (model.double() for model in build)
-    report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.25, centred=True))
-    mupscale.upscale(narrow, clean)
-    signal = clean[2].weight.detach()
-    noise = wide[2].weight.detach() - signal
-    for i in range(2):
-        for j in range(2):
-            ratio = torch.linalg.matrix_norm(noise[:, :, i, j], 2) / torch.linalg.matrix_norm(signal[:, :, i, j], 2)
-            assert ratio.item() == pytest.approx(0.25, rel=1e-3)
-    assert torch.tensor(report.noise["2.weight"]).shape == (2, 2)
-    assert report.noise["0.weight"] == 0
 
 
 def test_centring_follows_the_layout():
@@ -318,38 +270,6 @@ def test_recorded_noise_is_centred_as_it_was(tmp_path):
     inputs = double(case.batches(1)[0])[0]
     assert drift(narrow, wide, inputs) <= 1e-13
     assert drift(narrow, plain, inputs) > 1e-2
-
-
-def test_constants_of_plain_noise_can_be_centred(tmp_path):
-    torch.manual_seed(0)
-    path = tmp_path / "noise.json"
-    narrow, wide = (MLPNet(4, (n, n), 3, readout_zero_init=False).double() for n in (8, 16))
-    mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.5)).save_noise(path)
-    assert json.loads(path.read_text()).keys() == {"format", "constants"}
-    report = mupscale.upscale(narrow, wide, noise=mupscale.RecordedNoise(path, centred=True))
-    assert {name for name, constant in report.noise.items() if constant} == {"layers.1.weight", "readout.weight"}
-    assert drift(narrow, wide, torch.randn(5, 4).double()) <= 1e-13
-
-
-def test_an_average_gets_the_very_same_noise():
-    """Also signal-normalised noise, whose constants another copy of the model would not give."""
-    torch.manual_seed(0)
-    case = CASES["llama"]
-    model, wide = models(case, mup=False)
-    average, wide_average = copy.deepcopy(model), copy.deepcopy(wide)
-    with torch.no_grad():
-        for parameter in average.parameters():
-            parameter.mul_(0.5)
-    clean, clean_average = copy.deepcopy(wide), copy.deepcopy(wide)
-    report = mupscale.upscale(model, wide, noise=mupscale.SignalNoise(0.5, centred=True), seed=2)
-    mupscale.upscale(average, wide_average, noise=report.same_noise(), seed=2)
-    mupscale.upscale(model, clean)
-    mupscale.upscale(average, clean_average)
-    for name, parameter in wide.named_parameters():
-        noise = parameter - clean.get_parameter(name)
-        noise_of_average = wide_average.get_parameter(name) - clean_average.get_parameter(name)
-        torch.testing.assert_close(noise_of_average, noise, rtol=0, atol=1e-15)
-    assert str(report).splitlines()[0].partition(";")[2] == " centred noise on 15 of 21 of them"
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -72,13 +72,6 @@ def test_without_entrywise_rates_copies_part():
     assert distance(Lemon(hyperparameters="same")) > 1e-6
 
 
-def test_the_plan_says_so():
-    _, _, report = widened(Lemon())
-    lines = str(report.plan).splitlines()
-    assert any("layers.1.weight" in line and "dup / 3, unequal shares" in line for line in lines)
-    assert not any("layers.0.weight" in line and "unequal" in line for line in lines)
-
-
 def test_what_a_mup_readout_averages_over_is_split_equally():
     plan = mupscale.upscale(mup(mlp, 8), mup(mlp, 24), method=Lemon()).plan
     assert not plan.parameters["readout.weight"].mixed

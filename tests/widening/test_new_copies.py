@@ -149,18 +149,6 @@ def test_a_warm_up_goes_on_through_a_second_growth():
         report.optimizer.step()
 
 
-def test_reset_moves_nothing_and_the_report_says_so():
-    torch.manual_seed(0)
-    narrow, wide = mlp(4), mlp(8)
-    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
-    train(narrow, optimizer, features)
-    report = mupscale.upscale(narrow, wide, optimizer, method=Duplication(state="reset"))
-    assert not report.optimizer.state
-    assert report.notes == ("the state of the optimizer is reset",)
-    rates = {group["lr"] for group in report.optimizer.param_groups}
-    assert rates == {0.1, 0.05}  # the rates follow the rule all the same
-
-
 # --- bad input
 
 
@@ -240,14 +228,3 @@ def test_copies_and_restored_pairs_train_as_the_narrow_run(copied: Callable[...,
             optimizer.step()
             losses.append(float(loss.detach()))
         assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-
-
-def test_records_of_other_groups_are_refused():
-    _, _, wide, optimizer = fractional()
-    group = next(group for group in optimizer.param_groups if len(group["params"]) > 1)
-    group["params"] = group["params"][1:]
-    with pytest.raises(UserError, match=r"parameters, and records of \d+: load the optimizer state into groups"):
-        mupscale.attach(wide, optimizer)
-    group["mupscale"] = '[{"entries": 1}]'
-    with pytest.raises(UserError, match="record of the growth in a parameter group is damaged"):
-        optimizer.step()

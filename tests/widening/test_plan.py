@@ -103,19 +103,3 @@ def test_blocks_that_do_not_fit_have_a_remedy():
     narrow, wide = nn.Sequential(nn.Linear(3, 8)), nn.Sequential(nn.Linear(3, 4))
     with pytest.raises(UserError, match=r"blocks: axis 0 of '0.weight' .* narrower in the wide model \(4 < 8\); swap"):
         mupscale.plan(narrow, wide, hints=mupscale.Hints(blocks={"0.weight": {0: 2}}))
-
-
-def test_a_layout_that_a_module_implies_is_not_blamed_on_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.modules.own_blocks", lambda narrow, wide: {"weight": {0: 3}})
-    with pytest.raises(UserError, match=r"^axis 0 of '0.weight' .* a block of 3 does not divide 4 .* give another"):
-        mupscale.plan(nn.Sequential(nn.Linear(3, 4)), nn.Sequential(nn.Linear(3, 8)))
-
-
-def test_as_many_outputs_as_narrow_units():
-    base, delta, narrow, wide = (nn.Sequential(nn.Linear(3, n), mupscale.Readout(n, 4)) for n in (2, 4, 4, 8))
-    for net in (narrow, wide):
-        mupscale.set_base_shapes(net, base, delta)
-    entries = mupscale.plan(narrow, wide).parameters
-    assert entries["1.weight"].role == "mu_readout"
-    assert entries["1.bias"].wide_shape == (4,)
-    assert not entries["1.bias"].grows

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.methods.noise import init_scale
 from mupscale.widening.stepping import attach, records_of
 
 VOCABULARY = 11
@@ -256,23 +255,6 @@ def test_noise_is_added_in_the_unit_and_recorded_without_it(noise):
     torch.testing.assert_close(scaled["embed.weight"], 0.5 * base["embed.weight"])
 
 
-def test_noise_of_unlike_pieces_is_measured_without_the_unit():
-    """Of unlike pieces the norm is that of the widened weight."""
-    torch.manual_seed(0)
-    narrow = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    pieces = [(2, 1, 1), (2, 1, 2)]
-    noise, blocks = mupscale.SignalNoise(0.5), {"0.weight": {0: pieces}, "1.weight": {1: pieces}}
-    constants = []
-    for units in ({}, {"1.weight": 0.25}):
-        wide = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2))
-        constants.append(
-            mupscale.upscale(narrow, wide, noise=noise, hints=mupscale.Hints(blocks=blocks, rescale=units)).noise[
-                "1.weight"
-            ]
-        )
-    assert constants[1] == pytest.approx(constants[0])
-
-
 def test_the_clip_is_the_same_in_any_unit():
     torch.manual_seed(0)
     narrow, wide = Gemma(4).double(), Gemma(12).double()
@@ -294,17 +276,6 @@ def test_the_weights_of_an_affine_unit():
     widths = records_of(wide)
     assert widths["last.weight"].shift == pytest.approx(0.5)
     assert widths["before.weight"].shift == pytest.approx(-1.0)
-
-
-def test_a_parameter_without_axes_may_have_a_unit():
-    class Temperature(ScaledEmbedding):
-        def __init__(self, width: int) -> None:
-            super().__init__(width)
-            self.temperature = nn.Parameter(torch.tensor(2.0))
-
-    narrow, wide = Temperature(4), Temperature(8)
-    mupscale.upscale(narrow, wide, hints=mupscale.Hints(rescale={"temperature": 0.5}))
-    assert wide.temperature.item() == 1.0
 
 
 def test_a_model_class_may_declare_units_roles_and_blocks_as_methods_of_the_wide_twin():
@@ -332,18 +303,6 @@ def test_a_model_class_may_declare_units_roles_and_blocks_as_methods_of_the_wide
         .rescale
         == 1.0
     )
-
-
-def test_a_printed_plan_has_units():
-    text = str(
-        mupscale.plan(
-            Gemma(4), Gemma(8), hints=mupscale.Hints(roles=Gemma.roles, rescale={"hidden.*": 0.5} | Gemma.units(2))
-        )
-    )
-    rows = {line.split("  ")[0]: line for line in text.splitlines()}
-    assert "dup / 2 · 0.5" in rows["hidden.weight"]
-    assert "dup · 0.707" in rows["embed.weight = head.weight"]
-    assert "dup / 2 · 1.41 on 1 + w" in rows["last.weight"]
 
 
 @pytest.mark.slow
@@ -411,14 +370,6 @@ def test_bad_units_are_refused_in_one_line(units):
     assert "\n" not in str(refusal.value)
 
 
-def test_an_affine_unit_of_unlike_pieces_is_refused():
-    pieces = [(2, 1, 1), (2, 1, 2)]
-    blocks = {"0.weight": {0: pieces}, "1.weight": {1: pieces}}
-    narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (4, 6))
-    with pytest.raises(UserError, match=r"rescale: '1.weight' .* divided by different numbers of copies"):
-        mupscale.plan(narrow, wide, hints=mupscale.Hints(blocks=blocks, rescale={"1.weight": (2.0, 1.0)}))
-
-
 class Mapped(ScaledEmbedding):
     """With a feed-forward layer whose units methods may map."""
 
@@ -447,25 +398,6 @@ def test_methods_apply_units(name: str):
     assert drift(Mapped, OPTIMIZERS["adamw"], (8, 16), method=METHODS[name], rescale=units) <= 1e-12
 
 
-def test_a_diagonal_matrix_has_its_unit():
-    assert drift(Attention, OPTIMIZERS["adamw"], (8, 16), method=METHODS["diagonal"]) <= 1e-12
-
-
-def test_ligo_starts_from_weights_in_their_units():
-    torch.manual_seed(0)
-    narrow, wide = Mapped(4).double(), Mapped(8).double()
-    method, affine = mupscale.methods.LiGO(steps=1, lr=1e-30), (0.5, 1.0)
-    units = Mapped.units(2) | {"up.bias": affine, "readout.bias": affine}
-    method.fit(
-        narrow, wide, batches(1), lambda model, batch: loss_of(model, batch), hints=mupscale.Hints(rescale=units)
-    )
-    mupscale.upscale(narrow, wide, method=method, hints=mupscale.Hints(rescale=units))
-    assert method.losses[0] == pytest.approx(loss_of(wide, batches(1)[0]).item(), rel=1e-12)
-    torch.testing.assert_close(wide.readout.bias, 0.5 * narrow.readout.bias - 0.5)
-    torch.testing.assert_close(wide.up.bias, 0.5 * narrow.up.bias.repeat_interleave(2) - 0.5)
-    torch.testing.assert_close(wide.embed.weight, 2**-0.5 * narrow.embed.weight.repeat_interleave(2, 1))
-
-
 @pytest.mark.parametrize("method", [mupscale.methods.ZeroPadding(), mupscale.methods.ShrinkAndPad()])
 def test_padding_refuses_units(method):
     with pytest.raises(UserError, match=f"{type(method).__name__}: parameter 'embed.weight' has a unit"):
@@ -475,10 +407,3 @@ def test_padding_refuses_units(method):
             method=method,
             hints=mupscale.Hints(rescale=ScaledEmbedding.units(2)),
         )
-
-
-def test_noise_scale_is_that_of_the_role():
-    entry = mupscale.plan(
-        Gemma(4), Gemma(8), hints=mupscale.Hints(roles=Gemma.roles, rescale={"hidden.weight": 0.1})
-    ).parameters
-    assert init_scale(entry["hidden.weight"]) == 8**-0.5
