@@ -8,7 +8,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 
 from mupscale.__main__ import main
-from mupscale.base_shapes import apply_mup
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.methods import METHODS
