@@ -88,11 +88,6 @@ def test_lightning_cli(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     assert float(losses[0]) == pytest.approx(float(losses[1]), abs=2e-6)  # float32, printed to six places
 
 
-def test_examples_of_the_guide_are_short() -> None:
-    for name in ("plain_loop", "lightning_module", "lightning_cli", "mup_module", "transformers_trainer"):
-        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60, name
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")

@@ -9,7 +9,6 @@ from nets import features, mlp, mup, train
 from torch import nn
 
 import mupscale
-from mupscale.models.mlp import MLPNet
 
 
 def hyperparameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, ...]]:
@@ -41,13 +40,6 @@ def test_mup_hyperparameters_follow_the_table():
     )
 
 
-def test_unequal_fans_of_a_matrix():
-    base, delta, model = (MLPNet(4, hidden, 3) for hidden in ((2, 2), (4, 4), (8, 6)))
-    mupscale.set_base_shapes(model, base, delta)
-    got = hyperparameters(model, MuSGD(model, lr=1.0, weight_decay=1.0))
-    assert got["layers.1.weight"] == (3 / 4, 4 / 3)
-
-
 @pytest.mark.parametrize("make", [MuSGD, MuAdam, MuAdamW])
 def test_rescaling_relative_to_the_narrow_run_is_muP_at_the_wide_width(make):
     narrow, wide = mup(mlp, 8), mup(mlp, 24)
@@ -59,12 +51,6 @@ def test_rescaling_relative_to_the_narrow_run_is_muP_at_the_wide_width(make):
     assert got.keys() == wanted.keys()
     for name in got:
         assert got[name] == pytest.approx(wanted[name], rel=1e-12)
-
-
-def test_a_tensor_learning_rate_is_not_changed():
-    lr = torch.tensor(0.1, dtype=torch.float64)
-    MuAdam(mup(mlp, 8), lr=lr, foreach=False)
-    assert lr.item() == 0.1
 
 
 def test_muP_needs_base_shapes_and_is_applied_once():

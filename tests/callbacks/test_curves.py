@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_modules import mlp, rows
 from torch.utils.data import DataLoader
@@ -59,47 +59,6 @@ def test_a_point_is_the_mean_since_the_last(accumulate: int, tmp_path: Path) -> 
         (3, pytest.approx(means[0])),
         (7, pytest.approx(means[1])),
     ]
-
-
-class Plain(Logger):
-    """What Lightning asks of a logger, and no more: no `experiment`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[float] = []
-
-    @property
-    def name(self) -> str:
-        return "plain"
-
-    @property
-    def version(self) -> str:
-        return "0"
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.losses += [metrics["train/loss"]] if "train/loss" in metrics else []
-
-
-def test_a_logger_of_ones_own_needs_no_experiment(tmp_path: Path) -> None:
-    logger = Plain()
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=4,
-        log_every_n_steps=1,
-        logger=logger,
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        callbacks=[Curves(), UpscaleCallback(3, 16), ModelCheckpoint(every_n_train_steps=2)],
-        enable_model_summary=False,
-    )
-    module = mlp()
-    loader = ResidentLoader(rows(module, 8 * 8, torch.float32), 8, shuffle=False)
-    trainer.fit(module, loader, loader)
-    assert len(logger.losses) == 4
-    assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == ["epoch=0-step=4.ckpt", "pre-upscale-3.ckpt"]
 
 
 class Masked(MLP):

@@ -1,11 +1,8 @@
 """The tags of a run in TensorBoard, which decide the order of its cards."""
 
-import re
-import zipfile
 from pathlib import Path
 
 import pytest
-import tensorboard
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from paths import ROOT
@@ -74,23 +71,6 @@ def test_the_first_cards_are_the_losses_and_the_width() -> None:
     assert drawn["widening/width"] == [3]
     assert {"val/loss", "lr-AdamW"} <= {*cli.trainer.callback_metrics}
     assert not any(name.startswith(("x_", "widening/")) for name in cli.trainer.logged_metrics)
-
-
-def test_tensorboard_takes_from_its_address_that_it_must_not_smooth_the_width() -> None:
-    pages = zipfile.ZipFile(Path(tensorboard.__file__).parent / "webfiles.zip")
-    assert re.search(r'\w="smoothing",\w+="runColorGroup",', pages.read("index.js").decode())  # keys of its addresses
-
-
-@pytest.mark.slow
-def test_other_loggers_keep_the_names_of_metrics() -> None:
-    plain, table = (f"{{class_path: {kind}, {PLACE}}}" for kind in ("TensorBoardLogger", "CSVLogger"))
-    main(["fit", "--config", QUICKSTART, *BRIEF, f"--trainer.logger=[{plain}, {table}]"])
-    drawn = curves()
-    assert {tag for tag in drawn if loss_first(tag) != tag} >= {"width", "epoch", "by_flops/width", "upscale/width"}
-    assert not any(tag.startswith(("x_", "widening/")) or tag == "train/width" for tag in drawn)
-    columns = Path("runs/quickstart/version_0/metrics.csv").read_text().splitlines()[0].split(",")
-    assert {"width", "epoch", "upscale/width", "throughput/steps_per_second", "lr-AdamW/pg1"} <= {*columns}
-    assert not any(column.startswith(("x_", "widening/")) for column in columns)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from extensions import UnscaledMLP
-from mup_optimizers import MuSGD
 from tiers import slow_except
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -287,45 +286,7 @@ def test_scatter_over_seeds_is_no_failure() -> None:
     assert not _judged(scan(-0.36, -0.34), "layer", True).output_fails  # the network's own output may
 
 
-class Dropping(MLP):
-    """With norms that count batches, and chance."""
-
-    def build(self, width: Any) -> nn.Module:
-        return nn.Sequential(nn.Linear(20, width), nn.BatchNorm1d(width), nn.Dropout(0.5), mupscale.Readout(width, 7))
-
-
-def test_measuring_is_no_training() -> None:
-    """At a rate of zero nothing changes: neither by dropout nor by running statistics, which count the steps alone."""
-    nets: list[nn.Module] = []
-
-    def optimizer(net: nn.Module) -> Optimizer:
-        nets.append(net)
-        return MuSGD(net, lr=0.0)
-
-    answer = check(Dropping(width=32, base_width=32), samples((20,)), optimizer=optimizer, seeds=1, noise=None)
-    assert answer.passed
-    assert all(s.update is None for scans in answer.layers.values() for s in scans.values())
-    assert [int(net[1].num_batches_tracked) for net in nets] == [4, 4, 4]
-    assert answer.layers["0"]["grown"].output == pytest.approx(0, abs=1e-6)  # without noise an upscale is exact
-
-
 @pytest.mark.parametrize("widths", [(), (32, 64), (32, 64, 64), (0, 32, 64)])
 def test_too_few_widths_are_refused(widths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="widths: a slope needs at least three different ones"):
         check_mlp(widths=widths)
-
-
-@pytest.mark.parametrize("setting", ["steps", "seeds"])
-def test_nothing_to_measure_is_refused(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"{setting} must be a whole number of at least 1, got 0"):
-        check_mlp(**{setting: 0})
-
-
-def test_divergence_says_where() -> None:
-    (inputs, labels), *more = samples((20,))
-    with pytest.raises(
-        ValueError, match=r"at width 32, before any step, the output of layers\.0 is not finite: check the data"
-    ):
-        check(MLP(width=32, base_width=32, inputs=20), [(inputs.log(), labels), *more])
-    with pytest.raises(ValueError, match=r"at width 32, after step \d of 4, the output of \S+ is not finite"):
-        check_mlp(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))

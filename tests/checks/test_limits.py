@@ -125,13 +125,6 @@ def test_a_smaller_learning_rate_takes_back_the_noise_on_three_layers():
     assert noisy.after == pytest.approx(three_layer_limit(replace(RUN, lr_up=RUN.lr)).after, rel=1e-12)
 
 
-def test_noise_does_not_move_the_output_but_what_follows():
-    limit = four_layer_limit(RUN, 2, noise_A=1, noise_B=1, noise_C=1, noise_D=1)
-    quiet = four_layer_limit(RUN, 2)
-    assert limit.after[0] == pytest.approx(limit.before[-1], rel=1e-12)
-    assert limit.after[1] - limit.after[0] > 2 * (quiet.after[1] - quiet.after[0])
-
-
 def steady_coefficients(noise_A: float, noise_D: float, lr_up: float) -> tuple[float, float]:
     """M + M′ and N + N′ at the end, where the slope is constant, so that only the coefficients' own recursions are
     compared.

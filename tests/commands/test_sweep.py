@@ -16,7 +16,6 @@ import torch
 import yaml
 from command_line import LR, NOISE, refused, small, upscale
 from command_line import trials as table
-from lightning.pytorch import Trainer
 from logged import curves, losses
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -205,19 +204,6 @@ def test_only_divergence_stops_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     noisy_start = [500.0 - step for step in range(300)]
     assert stops([0.1] * 100 + noisy_start + [0.05] * 600, swap_at=100) is None
     assert stops([0.1] * 100 + [50.0] + [600.0] * 899, swap_at=100) == 150
-
-
-def test_an_untrained_network_is_looked_at_and_leaves_no_trace() -> None:
-    trainer, module = Trainer(accelerator="cpu", logger=False), MLP(8)
-    module.configure_model()
-    net, state = module.net, torch.get_rng_state()
-    torch.nn.init.ones_(module.net.readout.weight)  # type: ignore[union-attr]
-    batch = torch.randn(4, 54), torch.tensor([0, 1, 2, 6])
-    torch.set_rng_state(state)
-    loss = trial_metric.untrained_loss(trainer, module, batch)
-    assert loss == pytest.approx(math.log(7))  # its readout starts at zero
-    assert module.net is net
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch import Tensor
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import Covertype
 from mupscale.datamodules.fineweb import FineWeb
-from mupscale.datamodules.resident import ResidentLoader, seed_of_run
+from mupscale.datamodules.resident import ResidentLoader
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -63,12 +63,6 @@ def assert_same_data(ours: LightningDataModule, theirs: LightningDataModule) -> 
         for _ in range(2):
             for batch, expected in zip(mine, other, strict=True):
                 assert_same(batch, expected)
-
-
-def test_without_a_seed_of_the_run_it_is_zero():
-    assert seed_of_run() == 0
-    seed_everything(7, verbose=False)
-    assert seed_of_run() == 7
 
 
 @pytest.mark.parametrize("seed", [None, 0])

@@ -14,7 +14,6 @@ from programs import run_program
 from mupscale.__main__ import main
 from mupscale.datamodules import documents, preparation
 from mupscale.datamodules.documents import TextFiles
-from mupscale.datamodules.preparation import lock_folder
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +60,6 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Pat
     assert contents(tmp_path / "out") == contents(straight.folder)
     whole = len(list(TextFiles([article]).batches(None)))
     assert resumed == 2 * (whole - 4)
-
-
-def test_one_process_at_a_time(tmp_path: Path, article: Path):
-    out = tmp_path / "out"
-    command = ["text", article, "--vocab", "300", "--out", out]
-    with lock_folder(out):
-        assert refused(*command) == f"error: --out {out} is being prepared by another process"
-        assert [path.name for path in out.iterdir()] == [".lock"]
-    assert not out.exists()
 
 
 @pytest.mark.slow

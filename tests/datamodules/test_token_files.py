@@ -118,15 +118,6 @@ def test_files_of_datatrove_are_read_as_they_are(tokenised: Path, kind: str, end
         assert {span.begin, span.end} <= {0, *documents}, "documents are whole"
 
 
-def test_the_summary_names_tokenizer_and_end_of_text(tokenised: Path):
-    assert re.search(
-        r"merged: [\d,]+ tokens to train on, [\d,]+ held out, in \d token files, tokenizer .*tokenizer\.json; "
-        "documents end with the token 0$",
-        read(tokenised / "merged").summary(),
-    )
-    assert read(tokenised / "without_end").summary().endswith("the documents of a sample end with different tokens")
-
-
 def test_a_missing_part_of_merged_files_is_noticed(tokenised: Path, tmp_path: Path):
     shutil.copytree(tokenised / "merged", tmp_path / "merged")
     (tmp_path / "merged" / "val").mkdir()
@@ -354,21 +345,6 @@ def test_an_index_that_does_not_ascend_is_named(tmp_path: Path):
     path.write_bytes(ends.tobytes())
     with pytest.raises(UserError, match=r"data_dir: .*1\.ds\.index is damaged: document 4 ends before it begins"):
         FineWeb(str(folder), context=8).prepare_data()
-
-
-def test_what_is_allowed(tmp_path: Path):
-    """No metadata, metadata of old versions, files without documents, documents without tokens, other files."""
-    write_token_file(tmp_path / "a.ds", [range(10)] * 100, tokenizer=None)
-    write_token_file(tmp_path / "b.ds", [range(10), [], range(10)])
-    Path(f"{tmp_path}/b.ds.metadata").write_text("some/model|of mine\n20\n20 T")
-    write_token_file(tmp_path / "c.ds", [], tokenizer="Unknown Tokenizer|2")
-    write_token_file(tmp_path / "00002_unshuffled.ds", [])
-    write_token_file(tmp_path / "00002_00000_doc_shuffled.ds", [[5] * 10], tokenizer="some/model|of mine")
-    (tmp_path / "executor.json").write_text("{}")
-    folder = read(tmp_path)
-    folder.verify()
-    assert (folder.tokenizer, folder.files) == ("some/model|of mine", 5)
-    assert folder.count("train") + folder.count("val") == 1030
 
 
 def test_a_file_that_shrinks_during_the_run_is_named(tmp_path: Path):

@@ -123,37 +123,6 @@ class Convolution(nn.Module):
         return F.relu(h + (x if self.shortcut is None else self.shortcut(x)))
 
 
-class Experts(nn.Module):
-    """A router that gives all tokens to the first two of four experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.router = nn.LayerNorm(N), nn.Linear(N, 2)
-        self.experts = nn.ModuleList(FeedForward() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        share = torch.softmax(self.router(h), -1)
-        return x + share[..., :1] * self.experts[0](h) + share[..., 1:] * self.experts[1](h)
-
-
-class StateSpace(nn.Module):
-    """A gated linear recurrence, with parameters of its own beside those of its projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.in_proj, self.out_proj = Gain(), nn.Linear(N, 2 * N), nn.Linear(N, N, bias=False)
-        self.A_log, self.D = nn.Parameter(torch.zeros(N)), nn.Parameter(torch.ones(N))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, gate = self.in_proj(self.norm(x)).chunk(2, -1)
-        decay, state, states = torch.exp(-torch.exp(self.A_log)), torch.zeros_like(h[:, 0]), []
-        for step in h.unbind(1):
-            state = decay * state + step
-            states.append(state)
-        return x + self.out_proj((torch.stack(states, 1) + self.D * h) * F.silu(gate))
-
-
 class UsedTwice(nn.Module):
     """Uses its output projection once before the branch, as RWKV does."""
 
@@ -220,8 +189,6 @@ CASES: dict[str, tuple[Callable[..., nn.Module], Callable[[], nn.Module], dict[s
     "a scaled stream": (Net, ScaledStream, {"factor": 1, "mlp.down.weight": 0, "mlp.down.bias": 0}),
     "changed in place": (InPlaceNet, InPlace, {f"mlp.down.{name}": 0 for name in BIASED}),
     "convolutions": (ConvNet, Convolution, {f"bn2.{name}": 0 for name in BIASED}),
-    "experts": (Net, Experts, {f"experts.{i}.down.{name}": 0 for i in range(4) for name in BIASED}),
-    "state space": (Net, StateSpace, {"out_proj.weight": 0}),
     "used twice": (Net, UsedTwice, {"value.weight": 0}),
     "weight norm": (Net, WeightNormed, {"down.parametrizations.weight.original0": 0}),
 }

@@ -123,14 +123,6 @@ def test_a_given_plan_is_checked():
         mupscale.upscale(narrow, wide, call=lambda model: model(sequences), hints=wrong, on_mismatch="error")
 
 
-def test_hints_are_checked():
-    narrow, wide = mlp(8), mlp(16)
-    with pytest.raises(UserError, match=r"'2' \(Linear\) returns differs"):
-        mupscale.upscale(
-            narrow, wide, call=call, hints=mupscale.Hints(blocks={"2.weight": {1: 4}}), on_mismatch="error"
-        )
-
-
 @pytest.mark.parametrize(
     ("method", "exact"),
     [
@@ -169,27 +161,6 @@ def test_untested_parameters_are_noted():
 
     report = mupscale.upscale(Half(8), Half(16), call=call)
     assert report.notes == ("without a gradient in the check, so untested: 'unused.weight', 'unused.bias'",)
-
-
-def test_the_note_on_dropout_is_only_where_dropout_sees_a_grown_axis():
-    def build(n: int) -> nn.Module:
-        recurrent = nn.RNN(n, 5, num_layers=2, dropout=0.25)  # whose width stays
-        layers = [nn.Dropout(0.5), nn.Linear(6, n), nn.Dropout(0.1), recurrent]
-        return nn.Sequential(*layers[: 3 if n in (4, 8) else 4])
-
-    def first(model: nn.Module) -> Tensor:
-        values = model(VECTORS)
-        return values[0] if isinstance(values, tuple) else values
-
-    for narrow, wide in ((4, 8), (3, 6)):
-        report = mupscale.upscale(build(narrow), build(wide), call=first)
-        assert report.check.startswith("exact apart from dropout: compared with the narrow model in float64")
-        masked = "2: dropout p = 0.1 on an axis that grows draws another mask for every unit of it: not exact"
-        assert [note for note in report.notes if "dropout" in note] == [masked]
-    inputs = nn.Sequential(nn.Dropout(0.5), mlp(8)), nn.Sequential(nn.Dropout(0.5), mlp(16))
-    report = mupscale.upscale(*inputs, call=call)
-    assert report.check.startswith("exact: ")
-    assert report.notes == ()
 
 
 @pytest.mark.parametrize("wrong", [3, "model(batch)", VECTORS])

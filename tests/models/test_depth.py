@@ -59,13 +59,6 @@ def test_a_module_is_built_with_its_layers() -> None:
     assert len(list(module.rebuild(8).children())) - 2 == 4, "as many as before"
 
 
-def test_a_module_without_layers_grows_in_width() -> None:
-    module = WidthOnly(8, 4)
-    assert module.size == Size(8, None)
-    assert str(module.size) == "width 8"
-    assert module.rebuild(16).get_parameter("0.weight").shape == (16, 6)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -80,13 +73,6 @@ def test_a_module_without_layers_grows_in_width() -> None:
 def test_wrong_numbers_of_layers_are_refused(make: Callable[[], Growable], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         make()
-
-
-def test_the_blocks_of_a_resnet() -> None:
-    nets: list[Any] = [module.network(*module.size) for module in (resnet(), resnet(layers=[1, 3, 2, 4]))]
-    assert [[1 + len(stage.rest) for stage in net.stages] for net in nets] == [[2, 2, 2, 2], [1, 3, 2, 4]]
-    x = torch.randn(2, 3, 8, 8)
-    assert [net(x).shape for net in nets] == [(2, 3)] * 2
 
 
 # --- what makes a layer the identity
@@ -131,14 +117,6 @@ def test_an_mlp_with_residual_blocks_widens_exactly() -> None:
     )
     assert verdict.passed, verdict
     assert verdict.loss_drift <= 1e-12
-
-
-def test_residual_blocks_are_stacked_by_vmap() -> None:
-    """The fast path of the paper's MLP does not know them."""
-    modules = [mlp(), mlp(layers=2)]
-    for module in modules:
-        module.configure_model()
-    assert [module.stacked_losses() is None for module in modules] == [False, True]
 
 
 # --- checkpoints

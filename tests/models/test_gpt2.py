@@ -5,7 +5,6 @@ from functools import partial, partialmethod
 from itertools import product
 from typing import Any
 
-import mup
 import pytest
 import torch
 from gradients import relative_gap, with_gradients
@@ -66,19 +65,6 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(prec
         tensor for tensor in kept if tensor.shape[-1] == VOCABULARY and tensor.numel() == 2 * CONTEXT * VOCABULARY
     ]
     assert [tensor.dtype for tensor in logits] == [precision or torch.float32]
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, mupscale.Readout, mup.MuReadout])
-def test_a_readout_of_somebodys_own_does(kind: type[nn.Linear]) -> None:
-    """Its loss is that of its logits, bias and all."""
-    torch.manual_seed(0)
-    head, x, targets = Head(8, VOCABULARY), torch.randn(2, CONTEXT, 8), torch.randint(VOCABULARY, (2, CONTEXT))
-    head.readout = kind(8, VOCABULARY)
-    if kind is mup.MuReadout:
-        head.readout.width_mult = lambda: 4
-    nn.init.normal_(head.readout.weight)
-    nn.init.normal_(head.readout.bias)
-    torch.testing.assert_close(head(x, targets), F.cross_entropy(head(x).flatten(0, 1), targets.flatten()))
 
 
 # --- the network
@@ -150,16 +136,6 @@ def test_weights_are_drawn_as_the_recipe_says(width: int) -> None:
         assert weights[name].std().item() == pytest.approx(std, rel=0.03), name
     readout = module.network(width).get_submodule("head.readout")
     assert readout.multiplier == 4.0 * 64 / width
-
-
-def test_a_readout_may_start_at_zero() -> None:
-    module = GPT2(16, base_width=8, layers=1, heads=4, vocabulary=VOCABULARY, readout_zero_init=True, **RECIPE)
-    net = module.network(16)
-    assert torch.count_nonzero(net(tokens()[:, :-1])) == 0
-    with pytest.raises(UserError, match=r"set model.tied: false"):
-        GPT2(16, base_width=8, heads=4, readout_zero_init=True)
-    with pytest.raises(UserError, match=r"model.gain must be a finite number of at least 0, got -1"):
-        GPT2(16, base_width=8, heads=4, gain=-1)
 
 
 @pytest.mark.slow
@@ -237,16 +213,6 @@ def test_more_heads_are_exact_under_any_scale_of_the_logits(monkeypatch: pytest.
     assert drifts["heads"] > 1e-3
 
 
-def test_the_heads_of_a_network() -> None:
-    """By default as many as ever; with head_dim, as many as fit, and the base width is one head."""
-    assert GPT2(24).hparams["heads"] == 12
-    module = GPT2(32, head_dim=8, layers=1, vocabulary=VOCABULARY, context=CONTEXT)
-    assert (module.hparams["heads"], module.hparams["base_width"]) == (None, 8)
-    for width in (16, 32):
-        net: Any = module.build(width, 1)
-        assert net.blocks[0].attention.heads == width // 8
-
-
 # --- depth
 
 
@@ -298,15 +264,6 @@ def test_residual_branches_fall_with_the_depth_and_initial_weights_do_not() -> N
     torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-15)
 
 
-def test_at_the_base_depth_completep_changes_nothing() -> None:
-    rows, plain, based = tokens(), deep(3, None), deep(3, 3)
-    for key in ("lr", "eps", "weight_decay"):
-        assert levels(plain, key) == levels(based, key)
-    results = [with_gradients(module.loss(rows), *module.parameters()) for module in (plain, based)]
-    for mine, other in zip(*results, strict=True):
-        assert torch.equal(mine, other)
-
-
 def test_the_norm_for_clipping_does_not_depend_on_the_depth() -> None:
     """Eight blocks, each with a quarter of the gradient of the two of the base, have a norm as large as theirs."""
     norms = []
@@ -318,16 +275,6 @@ def test_the_norm_for_clipping_does_not_depend_on_the_depth() -> None:
             parameter.grad = torch.full_like(parameter, 2 / layers if in_block else 0.0)
         norms.append(float(mupscale.clip_grad_norm_(module.net, 1e9)))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-
-
-def test_a_block_without_residual_outputs_is_the_identity() -> None:
-    block, x = deep(2, 1).net.blocks[0], torch.randn(3, 5, 8)  # type: ignore[index,union-attr]
-    for parameter in block.parameters():
-        nn.init.normal_(parameter)
-    for name in block.residual_outputs:
-        assert not torch.equal(block(x), x)
-        nn.init.zeros_(block.get_parameter(name))
-    assert torch.equal(block(x), x)
 
 
 @pytest.mark.parametrize("base_layers", [0, -1, 1.5])

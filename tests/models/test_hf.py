@@ -27,7 +27,6 @@ from mupscale.hf.causal_lm import config_of, save
 from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.checkpoint import Size, load_checkpoint
 from mupscale.models.hf import CausalLMNet, HFCausalLM
-from mupscale.stacking.stack import Stack
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
 
@@ -98,15 +97,6 @@ def test_growth_leaves_the_losses_as_they_were(family: str, tmp_path: Path) -> N
         ours = grown.module.eval()(tokens)
         assert torch.equal(logits(tmp_path / "wide" / "hf", tokens), ours)
         assert float((narrow.module.eval()(tokens) - ours).abs().max()) < 1e-10
-
-
-@pytest.mark.exhaustive  # hf/test_zoo.py grows threefold, and callbacks/test_upscale_options.py twice
-def test_growth_threefold_in_two_steps(tmp_path: Path) -> None:
-    with Precision():
-        narrow = fit(module(), tmp_path / "narrow", steps=9)
-        grown = fit(module(), tmp_path / "wide", UpscaleCallback(3, 32), UpscaleCallback(6, 96), steps=9)
-    assert grown.module.width == 96
-    assert gap(narrow, grown) < 1e-10
 
 
 @pytest.mark.slow
@@ -288,23 +278,6 @@ def test_the_command_grows_a_checkpoint_and_exports_it(whole_run: Path, finished
     assert float((narrow - grown).abs().max()) < 1e-10
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["num_attention_heads"] == 8
     assert "exists" in refused("export", str(wide), "--out", str(tmp_path / "wide"))
-
-
-def test_models_map_over_a_stack() -> None:
-    """Sweeps train many of them as one program."""
-    modules = [module() for _ in range(2)]
-    for each in modules:
-        each.configure_model()
-    batch = rows(modules[0], 4, torch.float64)[0]
-    alone = torch.stack([each.loss(batch).detach() for each in modules])
-    stack = Stack(modules, [each.configure_optimizers() for each in modules], lambda each, batch: each.loss(batch))
-    torch.testing.assert_close(stack.step(batch), alone)
-
-
-def test_flops_are_counted_without_memory() -> None:
-    each = module()
-    each.configure_model()
-    assert each.training_flops(rows(each, 4, torch.float64)[0]) > 0
 
 
 # --- mistakes

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import timm
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -177,22 +176,6 @@ class UNet(LightningModule):
         return [optimizer], [{"scheduler": schedules.OneCycleLR(optimizer, 2e-2, 40), "interval": "step"}]
 
 
-class VisionTransformer(LightningModule):
-    def __init__(self, width: int = 12, heads: int = 2) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.vit = timm.models.vision_transformer.VisionTransformer(
-            img_size=8, patch_size=4, embed_dim=width, num_heads=heads, depth=2, num_classes=3
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.vit(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
-        return {"optimizer": optimizer, "lr_scheduler": schedules.LambdaLR(optimizer, lambda epoch: 0.5**epoch)}
-
-
 class ManualAccumulation(LightningModule):
     """Accumulates two batches by hand, and steps its schedule by hand."""
 
@@ -283,7 +266,6 @@ EXAMPLES = {
     "language model": Example(LanguageModel, {"hparams": {"width": 32, "heads": 4}}, "tokens"),
     "tagger": Example(lambda: Tagger({"hidden": 6}), {"hparams": {"hidden": 12}}, "tokens"),
     "U-Net": Example(UNet, {"hparams": {"channels": 8}}, "images"),
-    "vision transformer": Example(VisionTransformer, {"hparams": {"width": 24, "heads": 4}}, "images"),
     "manual optimization": Example(ManualAccumulation, {"hparams": {"sizes": (16, 24)}}, "points"),
     "frozen teacher": Example(Distillation, {"hparams": {"student": 16}}, "points"),
     "groups without decay": Example(WithoutDecay, {"hparams": {"width": 16}}, "points"),

@@ -82,21 +82,6 @@ def test_on_the_meta_device_the_narrow_value_is_taken_and_noted():
     assert [note.partition(":")[0] for note in report.notes if "meta device" in note] == ["scale", "mask"]
 
 
-def test_memory_without_values_is_filled_from_a_rebuilt_model():
-    narrow = Scaled(4)
-    with torch.device("meta"):
-        wide = Scaled(8)
-    wide.to_empty(device="cpu")
-    wide.scale.fill_(math.nan)
-    grow(narrow, wide, rebuild=lambda: Scaled(8))
-    assert wide.scale == torch.tensor(math.sqrt(8))
-
-
-def test_a_rebuilt_model_of_another_size_is_refused():
-    with pytest.raises(UserError, match=r"rebuild: the model that it builds has no buffer 'norm.running_mean'"):
-        grow(Scaled(4), Scaled(8), rebuild=lambda: Scaled(4))
-
-
 def test_a_rebuilt_model_has_no_memory_for_its_parameters_and_draws_nothing():
     with parameters_on_meta():
         model = Scaled(8)

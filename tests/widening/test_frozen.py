@@ -100,15 +100,6 @@ def test_every_growth_method_keeps_them_frozen(name: str) -> None:
     assert torch.equal(wide[2].weight, before)
 
 
-def test_what_is_frozen_in_the_wide_model_alone_is_trained_and_noted() -> None:
-    narrow, wide = models()
-    wide[4].requires_grad_(False)
-    report = mupscale.upscale(narrow, wide, adamw(narrow.parameters()))
-    assert frozen(wide) == ["2.weight", "2.bias"]
-    assert [note.partition(":")[0] for note in report.notes] == ["4.weight", "4.bias"]
-    assert "frozen in the wide model, but not in the narrow one, which decides" in str(report)
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_wide_optimizer_that_lacks_what_is_trained_is_refused(optimizer: Any) -> None:
     narrow, wide = models()

@@ -76,16 +76,6 @@ def test_a_unit():
     torch.testing.assert_close(wide[0].weight.grad, narrow[0].weight.grad.repeat_interleave(2, 0) / 2)
 
 
-def test_a_sparse_gradient_stays_sparse():
-    narrow, wide = (nn.Embedding(9, n, sparse=True) for n in (4, 8))
-    narrow(torch.tensor([2, 5, 5])).square().sum().backward()
-    mupscale.upscale(narrow, wide)
-    assert wide.weight.grad.is_sparse
-    assert wide.weight.grad.coalesce().indices().tolist() == [[2, 5]]
-    expected = narrow.weight.grad.to_dense().repeat_interleave(2, 1) / 2
-    torch.testing.assert_close(wide.weight.grad.to_dense(), expected)
-
-
 def test_gradients_that_are_none_or_frozen_or_of_the_wide_model_itself():
     narrow, wide = mlp(4), mlp(8)
     for model in (narrow, wide):

@@ -78,22 +78,6 @@ def test_a_schedule_continues():
         assert b == pytest.approx(a, rel=1e-10)
 
 
-def test_sparse_adam():
-    def build(width: int) -> nn.Module:
-        return nn.Sequential(nn.Embedding(12, width, sparse=True), nn.Linear(width, 3))
-
-    torch.manual_seed(0)
-    verdict = mupscale.verify(
-        build(4),
-        build(12),
-        steps=20,
-        batches=[torch.randint(12, (5,)) for _ in range(3)],
-        loss=lambda m, x: m(x).square().mean(),
-        optimizer=lambda ps: [torch.optim.SparseAdam(ps[:1], lr=0.01, eps=1e-3), torch.optim.SGD(ps[1:], lr=0.1)],
-    )
-    assert verdict.passed, verdict
-
-
 def test_lists_of_optimizers_are_paired_in_order():
     def optimizers(model: nn.Module) -> list[Optimizer]:
         return [
