@@ -54,10 +54,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     """A test must not depend on those before it, nor on the shell: it ignores Ctrl-C for what runs in the background,
-    and so does Lightning after the first one."""
+    and so does Lightning after the first one. After a fit that fails, Lightning leaves its handler of SIGTERM."""
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.fixture
