@@ -247,7 +247,8 @@ class CLI(OpenCLI):
             raise UserError(f"ckpt_path: {error}") from error
         if command == "fit":
             self._log_folders = run_in(saved).get("log_folders", [])
-            then = run_in(saved).get("config") or self._config_of_folder()
+            # checkpoints that were written before they held the configuration lie beside it
+            then = run_in(saved).get("config") or (self.folder and read_yaml(self.folder / "config.yaml"))
             if then is not None:
                 refuse_changes(
                     then, self.plain(self.config), saved.get("global_step", 0), same_place=self.folder is not None
@@ -275,10 +276,6 @@ class CLI(OpenCLI):
         command = config["subcommand"]
         # it was validated as it was parsed
         return str(self.parser_of(command).dump(config[command], skip_none=False, skip_validation=True))
-
-    def _config_of_folder(self) -> Config | None:
-        """What config.yaml says of a run that is resumed: its checkpoints were written before they held it."""
-        return None if self.folder is None else read_yaml(self.folder / "config.yaml")
 
     def _refuse_random_weights(self, command: str) -> NoReturn:
         base = self.config.get(f"{command}.model.init_args.init_from")

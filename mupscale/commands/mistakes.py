@@ -150,7 +150,8 @@ def line_about(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or NO_MEMORY.search(text):
         return f"this does not fit into memory; choose smaller sizes ({text[:200] or type(error).__name__})"
     if isinstance(error, OSError) and error.errno is not None:
-        return _of_system(error)
+        reason = (error.strerror or type(error).__name__).lower()
+        return reason if error.filename is None else f"{error.filename}: {reason}"
     is_restoring = RESTORING in map(_module, frames)
     if not (_is_library(module) or is_restoring) or any(_users(frames[1:])):
         return None
@@ -166,11 +167,6 @@ def line_about(error: BaseException) -> str | None:
 def _section(module: str) -> str:
     """The section of a configuration whose values a module judges."""
     return next((section for prefix, section in SECTIONS.items() if module.startswith(prefix)), "")
-
-
-def _of_system(error: OSError) -> str:
-    reason = (error.strerror or type(error).__name__).lower()
-    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def _users(frames: list[FrameType]) -> Iterator[FrameType]:

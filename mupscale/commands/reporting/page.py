@@ -87,12 +87,9 @@ def make_table(head: list[str], rows: Sequence[Sequence[str | Cell]], *, is_code
     cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
     is_number = []
     for column in range(len(head)):
-        is_number.append(not is_code and all(is_numeric(row[column]) for row in cells))
+        given = [row[column] for row in cells]
+        is_number.append(not is_code and all(not cell.colour and NUMBER.fullmatch(cell.text) for cell in given))
     return Table(head, cells, is_number, is_code)
-
-
-def is_numeric(cell: Cell) -> bool:
-    return not cell.colour and NUMBER.fullmatch(cell.text) is not None
 
 
 def read_pictures(paths: Sequence[Path]) -> list[Picture]:

@@ -221,7 +221,7 @@ def notes_on(group: Group, windows: Windows) -> list[str]:
             notes.append(f"{name}: {run.state}: it is left out of means.")
         elif run.in_progress:
             notes.append(f"{name}: {run.state}.")
-        elif run.grows and run.last_step <= run.first_growth:
+        elif run.grows and not run.growths:
             notes.append(f"{name} ended after {run.state}, before it grew.")
         elif not len(run.means):
             notes.append(f"{name} has no full window of {windows.length} yet.")

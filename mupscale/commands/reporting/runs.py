@@ -102,11 +102,6 @@ class LoggedRun:
         return {name: float(growths[-1][name]) for name in AT_GROWTH if name in growths[-1]}
 
     @property
-    def first_growth(self) -> int:
-        """The step at which the network is to grow first, in a run that grows."""
-        return min(swap["init_args"]["at_step"] for swap in callbacks_of(self.config, "UpscaleCallback"))
-
-    @property
     def has_loss(self) -> bool:
         return len(self.steps) > 0
 

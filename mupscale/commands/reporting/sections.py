@@ -12,7 +12,7 @@ from typing import Any
 from mupscale.commands.config import brief, labels
 from mupscale.commands.figures import PALETTE
 from mupscale.commands.reporting.compare import spread
-from mupscale.commands.reporting.folders import OWN_PART, ExperimentFolder, Found, SweepFolder
+from mupscale.commands.reporting.folders import OWN_PART, ExperimentFolder, Found
 from mupscale.commands.reporting.groups import Group, differing
 from mupscale.commands.reporting.methods import AFTER, BEFORE, FINAL, JUST_AFTER, LATER, WINDOW, Method, Methods
 from mupscale.commands.reporting.midrun import BUDGETS, LOSSES, Midrun
@@ -236,11 +236,7 @@ def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
     """The head of a CSV file, and its rows with short numbers."""
     with path.open(newline="") as file:
         head, *lines = csv.reader(file)
-    return head, [[short_decimal(cell) for cell in line] for line in lines]
-
-
-def short_decimal(cell: str) -> str:
-    return f"{float(cell):.5g}" if LONG_DECIMAL.fullmatch(cell) else cell
+    return head, [[f"{float(cell):.5g}" if LONG_DECIMAL.fullmatch(cell) else cell for cell in line] for line in lines]
 
 
 def midrun_section(midrun: Midrun, pictures: list[Picture]) -> Section:
@@ -312,15 +308,12 @@ def sweep_sections(found: Found) -> Iterator[Section]:
     for experiment in found.of_protocol(*OWN_PART):
         named += [(str(sweep.folder.relative_to(experiment.folder)), sweep) for sweep in experiment.sweeps]
     for name, sweep in named:
-        if sweep.is_sweep:
-            yield sweep_section(name, sweep)
-
-
-def sweep_section(name: str, sweep: SweepFolder) -> Section:
-    axes = [f"{key} in {', '.join(brief(value) for value in values)}" for key, values in sweep.axes.items()]
-    images = read_pictures([sweep.folder / f"{figure}.png" for figure in SWEEP_FIGURES])
-    best = f"Best: {sweep.best}" if sweep.best else "Not finished: it has no best.yaml."
-    return Section(f"Sweep: {name}", [best, "; ".join(axes)], pictures=images)
+        if not sweep.is_sweep:
+            continue
+        axes = [f"{key} in {', '.join(brief(value) for value in values)}" for key, values in sweep.axes.items()]
+        images = read_pictures([sweep.folder / f"{figure}.png" for figure in SWEEP_FIGURES])
+        best = f"Best: {sweep.best}" if sweep.best else "Not finished: it has no best.yaml."
+        yield Section(f"Sweep: {name}", [best, "; ".join(axes)], pictures=images)
 
 
 def command_section(found: Found, command: str) -> Section:
