@@ -249,7 +249,7 @@ CHECKPOINTS: dict[str, tuple[Change, str]] = {
     "no groups": (in_optimizer(param_groups=None), "param_groups is NoneType None, wanted a list"),
     "no state": (in_optimizer(state=[1]), "wanted a dict by number"),
     "numbers beyond": (in_group(params=[999]), "wanted each of 0 to 7 once"),
-    "lr of text": (in_group(lr="fast"), "lr of param_groups is str 'fast', wanted a finite number"),
+    "lr of text": (in_group(lr="fast"), "lr of param_groups is 'fast', wanted a finite number"),
     "not muP": (in_group(source_group=[1]), "--no-optimizer leaves its state out"),
     "two optimizers": (lambda checkpoint: checkpoint["optimizer_states"].append({}), "of 2 optimizers"),
     "width of text": (in_arguments(width="8"), "wanted a whole number, or a list of them"),
