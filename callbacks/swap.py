@@ -200,11 +200,7 @@ class Swap:
         wide: nn.Module,
         after: Optimizer,
     ) -> list[Source]:
-        """Each group's rate and other hyperparameters as they are now, and state by name; where each group comes from.
-
-        A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule
-        is.
-        """
+        """Continues rates (base rate times where the schedule is), hyperparameters and state; sources of groups."""
         rates_of = partial(self._rates_of, growth, narrow, wide)
         continued = continued_groups(growth, narrow, before, wide, rates_of)
         rates = {id(p): group for group in continued for p in group["params"]}

@@ -37,10 +37,7 @@ class Source(Protocol):
         """The options that determine the documents, under the names of the command's options."""
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
-        """Fixes values that must not change during a preparation, such as the revision of an online data set.
-
-        A continued preparation passes the values `recorded` at its beginning, and gets the same values.
-        """
+        """Fixes what must not change, such as a revision; a continued preparation passes what it `recorded`."""
 
     def batches(self, position: Position) -> Batches:
         """Documents from a position on, each batch with the position after it."""

@@ -139,11 +139,7 @@ class ResidentLoader:
 
     @cached_property
     def order(self) -> Hashable:
-        """Loaders of equal `order` yield the same batches at the same epoch and position.
-
-        It holds their class, the identity of their tensors, and all arguments that the batches depend on. So it is
-        good for comparing loaders that exist, and not for saving.
-        """
+        """Equal if loaders that exist yield the same batches at the same place: class, tensors' ids, arguments."""
         depends_on_seed = self._shuffle or bool(self._chances(0, torch.Generator()))
         return *self._order_without_seed, self._seed if depends_on_seed else None
 

@@ -173,10 +173,7 @@ def rates_of(monitor: LearningRateMonitor, trainer: Trainer) -> dict[str, float]
 
 
 def name_arguments_apart(module: LightningModule, data: LightningDataModule | None) -> None:
-    """Lets loggers have an argument of the data as `data.NAME` if the module has one of the same name.
-
-    Lightning merges both for its loggers, and ends a run in which they differ.
-    """
+    """Lets loggers have an argument of the data as `data.NAME` if the module has another value of that name."""
     if data is None or not hasattr(data, "_hparams_initial"):
         return
     theirs = {name for name in module.hparams_initial if not name.startswith("_")}

@@ -199,11 +199,7 @@ class Growable(LightningModule):
         return loss
 
     def loss_of_step(self, outputs: Any) -> Tensor | None:
-        """The loss of the batch that just ended, whose `outputs` Lightning gives to `on_train_batch_end`.
-
-        It is `train_loss`. If a `training_step` of one's own does not set that, it becomes the loss that it returned;
-        None if it returned none.
-        """
+        """The loss of the batch that just ended: `train_loss`, or what a `training_step` of one's own returned."""
         loss = self.train_loss
         if loss is not None and loss is not self._returned_loss:
             return loss

@@ -111,10 +111,7 @@ class CheckpointFiles(TorchCheckpointIO):
             self._defers = False
 
     def later(self, operation: Operation, end: Operation = lambda: None) -> None:
-        """Does something to files after all that was asked for before; at once if this is not `in_background`.
-
-        `end` is called afterwards, even if an error of the thread has prevented the operation.
-        """
+        """Does something to files after all before, then calls `end`, in any case; at once if not `in_background`."""
         if not self.in_background:
             operation()
             return

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.checks.agreement import Agreement, check_agreement
-from mupscale.checks.float64 import float64_copy
 from mupscale.checks.forward_pass import watched
-from mupscale.checks.recording import generators_kept, leaves_of, map_leaves, state_kept
+from mupscale.checks.recording import float64_copy, generators_kept, leaves_of, map_leaves, state_kept
 from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError
 from mupscale.models.base import Growable, hint_of_parameters_outside, without_log
@@ -126,10 +125,7 @@ def undeclared_lists(narrow: nn.Module, wide: nn.Module, depth: Depth, residual:
 def pending_residual(
     narrow: nn.Module, wide: nn.Module, depth: Depth, residual: Mapping[str, float]
 ) -> dict[str, float]:
-    """What makes new layers the identity, as far as it is known.
-
-    Until a batch shows which parameters do, all of a layer stand for them, so that the rest can be planned.
-    """
+    """What makes new layers the identity; where only a batch shows it, all of their parameters stand for it."""
     pending = undeclared_lists(narrow, wide, depth, residual)
     return {**residual, **{f"{name}.*".removeprefix("."): 0.0 for name in pending}}
 

@@ -13,14 +13,7 @@ from mupscale.errors import UserError
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Yields a temporary file beside `path`, which replaces `path` at the end; if writing fails, it is deleted.
-
-        with replacing(Path("model.ckpt")) as new:
-            torch.save(state, new)
-
-    The name of the temporary file is unique to this process, so that several processes may write one file: the last
-    one wins. If only one process writes it, the caller may name the temporary file.
-    """
+    """Yields a temporary file beside `path`, which replaces it at the end; unique to the process, unless given."""
     new = temporary or path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:
         yield new

@@ -25,13 +25,9 @@ class CapturedStep:
     """
 
     def __init__(self, gradients: Callable[[Any], Tensor], optimizer: Optimizer, batch: Any) -> None:
-        """
-        Args:
-            gradients: Computes the loss of a batch and its gradients, clipped if they are to be; returns the loss. It
-                runs once, here: what it does beside work on the device is not repeated.
-            optimizer: Steps on them. One that takes its learning rate from a tensor: fused, or one of torch's with
-                `capturable`.
-            batch: One like those to come.
+        """`gradients` returns the loss of a batch after its gradients, clipped if they are to be; it runs once, here.
+
+        The optimizer takes its learning rate from a tensor: it is fused, or one of torch's with `capturable`.
         """
         use_fused(optimizer)
         _count_on_device(optimizer)

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.checks.comparison import relative_error, widened_gradient
-from mupscale.checks.float64 import copied, copy_to_compare
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, Planned, match
-from mupscale.checks.recording import buffers_kept, float_copies, generators_kept, training_mode
+from mupscale.checks.recording import (
+    buffers_kept,
+    copied,
+    copy_to_compare,
+    float_copies,
+    generators_kept,
+    training_mode,
+)
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError, one_line
 from mupscale.methods.base import GrowthMethod

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mupscale.checks.float64 import float64_copy, to_float64
 from mupscale.checks.forward_pass import named_gradients
-from mupscale.checks.recording import buffers_kept, map_leaves
+from mupscale.checks.recording import buffers_kept, float64_copy, map_leaves, to_float64
 from mupscale.checks.verify import WARM_UP
 from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod, Loss

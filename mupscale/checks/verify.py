@@ -9,8 +9,16 @@ from torch.optim import Optimizer
 
 from mupscale.base_shapes import clip_grad_norm_
 from mupscale.checks.comparison import GRADIENT_MULTIPLE, LOSS_DIVISOR, Comparison, worst_of
-from mupscale.checks.float64 import Batches, computes_in_float32, copied, loss_in_float64, steps_in_float32
-from mupscale.checks.recording import Recorder, generators_kept, seed_generators
+from mupscale.checks.recording import (
+    Batches,
+    Recorder,
+    computes_in_float32,
+    copied,
+    generators_kept,
+    loss_in_float64,
+    seed_generators,
+    steps_in_float32,
+)
 from mupscale.errors import (
     UserError,
     refuse_unless_callable,

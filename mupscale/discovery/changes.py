@@ -80,10 +80,7 @@ class Proposals:
         yield from self._unit_changes(ran, [f**power for f in self._factors() for power in (0.5, -0.5, 0.25, 1, -1)])
 
     def _modules_run(self, outcome: Outcome, scope: str) -> list[str]:
-        """The modules with parameters of their own in a scope that have begun, the last first.
-
-        Then those whose parameters the code of another module uses, so that they never begin.
-        """
+        """Modules with parameters in a scope that have begun, the last first; then those which other modules read."""
         inside = f"{scope}." if scope else ""
         seen: dict[str, None] = {}
         for event in reversed(self.events[: outcome.agreed + 1]):

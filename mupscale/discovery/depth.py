@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mupscale._torch import tree_leaves
-from mupscale.checks.float64 import copy_to_compare
 from mupscale.checks.forward_pass import Call, Kind, Precision, floats_of, named_gradients, watched, weighted_sum
-from mupscale.checks.recording import generators_kept
+from mupscale.checks.recording import copy_to_compare, generators_kept
 from mupscale.errors import UserError, one_line
 from mupscale.text_tables import starred
 from mupscale.widening.layers import joined

@@ -6,9 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.float64 import copy_to_compare, perturb_
 from mupscale.checks.forward_pass import Call
-from mupscale.checks.recording import generators_kept
+from mupscale.checks.recording import copy_to_compare, generators_kept, perturb_
 from mupscale.discovery.found import Found, growth_factors, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
 from mupscale.discovery.passes import PairedCut, Recording, paired

@@ -129,10 +129,7 @@ class Search:
         return outcome
 
     def _solved(self, outcome: Outcome, at_once: int) -> Outcome | None:
-        """The outcome in which the models agree to the end, by changes from here on; None if there is none.
-
-        Changes inside the module where the models part come first, then those in the modules around it.
-        """
+        """The outcome in which the models agree by changes from here on, inner modules first; None if there is none."""
         if outcome.complete:
             return outcome
         seen: set[tuple[Change, ...]] = set()

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mupscale.checks.float64 import float64_copy
+from mupscale.checks.recording import float64_copy
 from mupscale.discovery.discover import confirm, cuts_between, discover
 from mupscale.discovery.found import Found
 from mupscale.discovery.passes import PairedCut

@@ -314,10 +314,7 @@ def _refuse_kernels(where: object, key: str, value: Any) -> None:
 
 
 def without_implementations(where: object, config: "PretrainedConfig") -> "PretrainedConfig":
-    """A configuration as transformers has read it, by which it chooses the implementations for this machine.
-
-    Raises a UserError if one was chosen that is not part of transformers, in whatever form the file has named it.
-    """
+    """A configuration without implementations, which transformers then chooses; a UserError for one from elsewhere."""
     from mupscale.hf.config_fields import parts
 
     for path, part in parts(config):

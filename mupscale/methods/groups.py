@@ -47,11 +47,7 @@ def copies_of_units(layout: Layout) -> tuple[int, ...]:
 def unit_groups(
     method: str, narrow: nn.Module, plan: Plan, given: AxisGroups | None, *, with_mup_readouts: bool = False
 ) -> list[UnitGroup]:
-    """The groups that grow and that `method` may treat unit by unit; by default those that the model declares.
-
-    Raises a UserError if there is none. Without `with_mup_readouts`, a group that a muP readout reads is left out: the
-    readout has one multiplier for all of its inputs.
-    """
+    """The growing groups that `method` may treat unit by unit, by default the declared ones; else a UserError."""
     groups = _declared(narrow) if given is None else given
     if not groups:
         raise UserError(

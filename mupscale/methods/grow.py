@@ -98,10 +98,7 @@ class UpscaleReport:
         save_constants(self.noise, path, self.centred)
 
     def same_noise(self) -> Noise:
-        """The noise of this upscale, for a copy of the model such as an EMA average; use it with the same seed.
-
-        The copy may be wrapped (`AveragedModel`, `torch.compile`) and have another dtype.
-        """
+        """The noise of this upscale for a copy such as an EMA average, wrapped or not, with the same seed."""
         return SameNoise(self.noise, self.centred)
 
     def __str__(self) -> str:
@@ -305,10 +302,7 @@ def _refuse_other_plan(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
 def _refuse_overflow(
     plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, noise: Noise, seed: int
 ) -> None:
-    """Raises a UserError where a weight plus its noise is too large for the wide model's dtype.
-
-    The noise is drawn as it will be, one parameter at a time, but only where its level or the dtype make it possible.
-    """
+    """Raises a UserError where a weight plus its noise overflows, drawn one by one where level or dtype allow it."""
     level, targets = noise.level(), dict(wide.named_parameters())
     for name, source in narrow.named_parameters():
         entry, target = plan.parameters[name], targets[name]

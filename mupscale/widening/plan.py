@@ -322,10 +322,7 @@ def _inherited(
 def _like(
     layouts: tuple[Layout, ...], sides: tuple[Side, ...], narrow: tuple[int, ...], wide: tuple[int, ...]
 ) -> dict[int, LayoutSpec]:
-    """The layout of a weight's produced axis, for a one-axis tensor of the same lengths.
-
-    A weight with one axis, as a norm's, is that axis whatever its side: in role `readout` it is "in".
-    """
+    """The layout of a weight's produced axis (of one axis, whatever its side) for a tensor of the same lengths."""
     for layout, side in zip(layouts, sides, strict=True):
         lengths = (narrow_length(layout),), (wide_length(layout),)
         if (side == "out" or len(layouts) == 1) and lengths == (narrow, wide):

@@ -53,11 +53,7 @@ class Plan:
         return self.text()
 
     def text(self, columns: int | None = None, paint: Paint = unpainted) -> str:
-        """A table with a row for each parameter and buffer.
-
-        With `columns`, for a terminal that is so wide: parameters that differ only in the number of their layer, and
-        grow alike, share a row.
-        """
+        """A table of parameters and buffers; for a terminal of `columns`, those that grow alike share a row."""
         rows = [_row(entry) for entry in (*self.parameters.values(), *self.buffers.values())]
         if columns is not None:
             rows = _grouped(rows)
