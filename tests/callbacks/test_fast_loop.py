@@ -89,33 +89,6 @@ def test_checkpoints_of_either_loop_are_resumed_by_either(interrupted: bool, res
         assert_equal({key: mine.get(key) for key in COMPARED}, {key: other.get(key) for key in COMPARED}, str(step))
 
 
-class AtValidations(ModelCheckpoint):
-    """One at the end of every validation, from which a run is resumed in the middle of a step."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "validated-{step}", save_top_k=-1, save_on_train_epoch_end=False)
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed_as_lightning_resumes_it(tmp_path: Path) -> None:
-    """Without ExactResume that leaves out some of what was to come."""
-    case = Case(partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"]), settings={"val_check_interval": 4})
-    fit(
-        case,
-        tmp_path / "whole",
-        ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1),
-        AtValidations(tmp_path),
-    )
-    for name in ("step=3", "step=8", "step=10", "validated-step=8", "validated-step=18"):
-        runs = []
-        for kind, extra in (("lightning", []), ("fast", [FastLoop()])):
-            watching = spy()
-            runs.append(fit(case, tmp_path / name / kind, *extra, watching, ckpt=tmp_path / f"{name}.ckpt"))
-            runs[-1].seen = watching.seen
-        assert_same_run(runs[1], runs[0])
-        assert runs[1].seen == runs[0].seen
-
-
 def test_two_fits_of_one_trainer(own_batches: list[int], tmp_path: Path) -> None:
     runs = []
     for name, extra in (("lightning", []), ("fast", [FastLoop()])):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet
 from torch import nn
@@ -118,14 +117,6 @@ def test_rates_after_the_growth_are_those_of_the_deep_model(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_schedules_continue(tmp_path: Path) -> None:
-    make = partial(completep, optimizer=ADAMW, lr_scheduler=SCHEDULES["LambdaLR"])
-    run = fit(make(), tmp_path, UpscaleCallback(5, layers=4), steps=9)
-    fresh = fit(make(layers=4), tmp_path, steps=9)
-    assert rates(run) == pytest.approx(rates(fresh), rel=1e-12)
-
-
-@pytest.mark.slow
 def test_growths_in_width_and_depth_follow_each_other(tmp_path: Path) -> None:
     growths = [UpscaleCallback(3, layers=4), UpscaleCallback(6, 16), UpscaleCallback(9, 32, layers=8, depth="stack")]
     run = fit(completep(), tmp_path, *growths, steps=12)
@@ -158,18 +149,6 @@ def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, t
         assert torch.equal(resumed.losses, whole.losses[-len(resumed.losses) :]), name
         assert_identical(state(resumed), state(whole))
         assert rates(resumed) == rates(whole)
-
-
-@pytest.mark.slow
-def test_averages_grow_with_the_model(tmp_path: Path) -> None:
-    """The average of a constant model is the model: with a rate of zero, all of its new layers are there."""
-    ema = EMAWeightAveraging(decay=0.5)
-    still = partial(torch.optim.SGD, lr=0.0)
-    run = fit(completep(optimizer=still), tmp_path, UpscaleCallback(3, layers=4), ema, steps=6, precision="32-true")
-    assert len(run.module.net.blocks) == 4
-    averaged: Any = ema._average_model.module  # type: ignore[union-attr]
-    for name, tensor in run.module.state_dict().items():
-        torch.testing.assert_close(averaged.state_dict()[name], tensor, rtol=0, atol=1e-12)
 
 
 REFUSED: dict[str, tuple[str, Make, dict[str, Any]]] = {

@@ -207,18 +207,6 @@ def test_a_method_that_keeps_the_training(method: Any, optimizer: str, tmp_path:
     assert torch.equal(resumed.losses, wide.losses[30:])
 
 
-def test_a_method_as_published(tmp_path: Path) -> None:
-    """The function stays, the optimizer starts anew, and the rates are those before."""
-    narrow = fit(mlp(), tmp_path, steps=40)
-    swap = UpscaleCallback(20, 24, method=mupscale.methods.HyperCloning("noisy"))
-    wide = fit(mlp(), tmp_path, swap, steps=40)
-    assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
-    assert rates(wide) == rates(narrow)
-    assert gap(narrow, wide) > 1e-3
-    with pytest.raises(UserError, match=r"UpscaleCallback.noise: HyperCloning has noise of its own"):
-        UpscaleCallback(20, 24, method=mupscale.methods.HyperCloning("noisy"), noise=mupscale.AdditiveNoise(0.1))
-
-
 def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(tmp_path: Path) -> None:
     swap = UpscaleCallback(10, 16, transfer_state="reset_new_copies")
     with pytest.raises(UserError, match="it is not known how NAdam depends on its step count"):

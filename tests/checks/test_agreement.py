@@ -161,23 +161,6 @@ def test_random_numbers_of_training_are_a_note():
     assert checked(lambda n: Net(same_draw, body=mlp(n))).notes == ()
 
 
-def test_a_statistic_that_becomes_another_one_is_a_note():
-    class Summed(nn.Module):
-        def __init__(self, n: int) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.seen += x.detach().sum()
-            return x
-
-    found = checked(lambda n: hidden(n, Summed(n)))
-    assert found.exact is True
-    assert found.notes == ("in training mode the statistic '1.seen' becomes another one",)
-    assert checked(lambda n: hidden(n, nn.BatchNorm1d(n))).notes == ()
-
-
 def test_nothing_of_the_caller_changes():
     def forward(s: Any, x: Tensor) -> Tensor:
         s.calls += 1

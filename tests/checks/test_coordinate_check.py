@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.checks.coordinate_check import CoordCheck, Scan, _judged, coord_check, log_log_slope
-from mupscale.methods import base as methods
 from mupscale.methods import noise
 from mupscale.models import gpt2
 from mupscale.models.base import Growable
@@ -25,7 +24,6 @@ from mupscale.models.growth_check import LossBySize
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
 from mupscale.widening import state
-from mupscale.widening.growth import Growth
 
 WIDTHS = (32, 64, 128)
 
@@ -216,21 +214,6 @@ def test_state_in_the_wrong_units_shows_in_how_updates_depend_on_the_factor(
     slope = answer.layers["layers.1"]["grown"].update
     assert slope is not None
     assert slope < -0.4 if key == "exp_avg_sq" else slope > 0.4
-
-
-@pytest.mark.slow
-def test_weights_that_are_not_divided_show_in_how_outputs_depend_on_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = methods.widen_
-
-    def undivided(target: Tensor, source: Tensor, entry: Growth) -> None:
-        original(target, source, entry)
-        target.div_(entry.scale.weight)
-
-    monkeypatch.setattr(methods, "widen_", undivided)
-    answer = check_mlp()
-    assert failing(answer, "fresh") == []
-    assert failing(answer, "grown")[0] == "layers.1"
-    assert answer.layers["layers.1"]["grown"].output > 0.75
 
 
 @pytest.mark.slow

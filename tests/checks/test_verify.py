@@ -337,25 +337,6 @@ def test_the_module_that_computed_a_wrong_input_is_blamed_and_not_one_inside_the
     assert "what it computes before '0.block' drifts" in answer.reason
 
 
-def test_a_mixture_of_experts_is_verified_in_float64_as_it_is():
-    """transformers' fast implementations of experts have no float64."""
-
-    class Experts(nn.Linear):
-        implementation = "grouped"
-
-        def set_experts_implementation(self, implementation: str) -> None:
-            self.implementation = implementation
-
-        def forward(self, x: Tensor) -> Tensor:
-            if x.dtype == torch.float64 and self.implementation != "eager":
-                raise RuntimeError("Expected mat_a to be Float32, got Double")
-            return super().forward(x)
-
-    narrow, wide = Experts(3, 4), Experts(3, 8)
-    assert verify_layers(narrow, wide, hints=mupscale.Hints(roles={"weight": "vector"})).passed
-    assert narrow.implementation == wide.implementation == "grouped"
-
-
 # --- a scale inside the model
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import LR, NOISE, refused, small
-from command_line import trials as table
 from paths import ROOT
 from program_server import Server
 from programs import wait_until
 from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
 from run_ends import differences, observed
-from sweeps import starts, values_of
+from sweeps import starts
 
 from mupscale.commands.lab import on_ray
 from mupscale.commands.lab.driver import Ending, Job
@@ -237,38 +236,6 @@ def test_what_a_task_ends_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     crashed = end(WorkerCrashedError())
     assert crashed.death.startswith("its process died (The worker died unexpectedly while executing this task")
     assert crashed.is_own_fault
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive  # the experiment below loses a node too
-@pytest.mark.usefixtures("_in_the_folder_of_commands")
-def test_a_sweep_survives_a_node_and_is_interrupted(cluster: LocalCluster, server: Server) -> None:
-    config = small(Path("c.yaml"), HOLD, max_steps=40, val_check_interval=20, check_val_every_n_epoch=None)
-    arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--out", "s"]
-    arguments += ["--metric", "last_100%", "--checkpoint.every_n_train_steps=20", "--stack", "off"]
-    server.run(*arguments)
-    Path("s").rename("embedded")
-
-    node = cluster.another()
-    Path("hold").write_text("trials")
-    driver = server.start(*arguments, "--ray", cluster.address)
-    runs = wait_until(lambda: held("s", cluster), server.log)
-    assert {*runs} == {0, node}
-    process = process_of(runs[node])
-    cluster.kill(node)
-    wait_until(lambda: is_dead(process), server.log)
-    os.kill(driver, signal.SIGINT)
-    assert server.answer() == 1
-    assert "interrupted; run the same command again to continue" in server.log.read_text()
-    assert all(is_dead(process_of(run)) for run in runs.values())
-    assert not runs_in(Path("s"))
-
-    Path("hold").unlink()
-    server.run(*arguments, "--ray", cluster.address)
-    assert unlike(Path("s"), Path("embedded")) == []
-    assert values_of(Path("s")) == values_of(Path("embedded"))
-    assert Path("s/best.yaml").read_text() == Path("embedded/best.yaml").read_text()
-    assert [starts(Path("s") / row["run"]) for row in table(Path("s"))] == [[0, 20], [0, 20]]
 
 
 @pytest.mark.slow

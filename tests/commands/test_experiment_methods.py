@@ -336,23 +336,3 @@ def test_a_method_without_a_best_trial_has_no_runs(monkeypatch: pytest.MonkeyPat
     ]
     grown("lemon", 0, [*epochs(0.9), math.nan], (1.0, 1.0), math.nan)
     assert "lemon (diverged at the target size); copies (no run" in report("runs")[1]["methods"][0]["verdict"][0]
-
-
-@pytest.mark.parametrize(
-    ("experiment", "problem"),
-    [
-        ({"methods": {"lemon": 3}}, "its values are of another kind"),
-        ({"methods": {"lemon": {}}}, "it has no 'class_path'"),
-        ({"methods": {"lemon": {"class_path": "a.B"}, "other": {"class_path": "a.B"}}}, "it has no 'other'"),
-        ({"methods": {"lemon": {"class_path": "a.B"}}, "metric": "run"}, "could not convert"),
-    ],
-)
-def test_a_folder_of_somebody_else_is_refused(experiment: dict[str, Any], problem: str) -> None:
-    scratch(epochs(0.5))
-    grown("lemon", 0, epochs(0.6), (1.0, 1.0), 0.9)
-    sweep("lemon", (0.01, 0.0, "0.9"), flops=1e12)
-    runs = [{"folder": "scratch/seed=0"}, {"folder": "upscale/lemon/seed=0", "method": "lemon"}]
-    described = {"experiment": experiment, "runs": runs, "sweeps": {"sweep_2/lemon": "sweep_2/lemon"}}
-    Path("runs/experiment.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=f"runs is not a whole comparison of methods: {problem}"):
-        report("runs")

@@ -283,20 +283,6 @@ def test_an_axis_is_cut_where_the_beginning_would_hide_the_rest():
 
 
 @pytest.mark.slow
-def test_bands_are_drawn(tmp_path: Path):
-    many = [
-        band([3.0, 2.0 - place / 10], 0.1)._replace(colour=place, label=f"line {place}", marks=[0.5])
-        for place in range(10)
-    ]
-    png, pdf = figures.bands(tmp_path / "many", [*many, band([1.0])], "steps", "loss")
-    assert pdf.read_bytes().startswith(b"%PDF")
-    with Image.open(png) as picture:
-        assert picture.size == (1080, 820)  # three rows of names above the axes make it higher
-        colours = picture.convert("RGB").getcolors(10**6)
-    assert sum(count for count, seen in colours if seen == tuple(bytes.fromhex("0072b2"))) > 100  # the first line
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("label", ["_$\nothing$"])
 def test_a_label_is_drawn_as_it_is(tmp_path: Path, label: str):
     """It is neither mathematics nor hidden: a folder may have any name."""

@@ -114,26 +114,6 @@ def test_plainly_when_it_does_not_pay():
     assert summary["comparisons"][0]["costs"] is None
 
 
-def test_one_seed_that_does_not_reach_it():
-    for seed in (0, 1):
-        scratch(epochs(1.0, 0.4), seed, validation=accuracy(0.8))
-        upscaled(epochs(0.6, 0.3 + seed / 2), seed, validation=accuracy(0.8))
-    text, summary = report()
-    assert "With seed 1 it does not reach from scratch's minimum within 10 epochs" in Page(text).text
-    assert [reach["epoch"] for reach in summary["comparisons"][0]["reach"]] == [2, None]
-    assert summary["comparisons"][0]["reach_epoch"] is None
-
-
-def test_equal_differences_are_clear_even_if_the_ranges_overlap():
-    """Seeds are compared in pairs: what a seed changes on both sides does not count."""
-    for seed in (0, 1, 2):
-        scratch(epochs(0.4 + seed / 5), seed, validation=accuracy(0.8))
-        upscaled(epochs(0.3 + seed / 5 + 0.01 * (seed == 2)), seed, validation=accuracy(0.81 + 0.001 * (seed == 1)))
-    text = Page(report()[0]).text
-    assert "lower by 0.0967, 16 % (95 % interval 0.082 to 0.11, 3 seeds)." in text
-    assert "higher by 0.0103 (95 % interval 0.0089 to 0.012, 3 seeds), better." in text
-
-
 def test_the_lowest_of_several_from_scratch_is_a_choice():
     for seed in (0, 1, 2):
         scratch(epochs(0.5 + seed / 50), seed)
@@ -260,14 +240,6 @@ def test_windows_where_steps_are_counted():
     assert "Training loss, running mean over 8 steps" in text
 
 
-def test_runs_of_many_epochs_are_counted_in_epochs_even_if_configured_in_steps():
-    by_steps = {"trainer.max_steps": 190, "trainer.max_epochs": None}
-    scratch(epochs(1.0, 0.5), values=by_steps, validation=accuracy(0.8))
-    assert report()[1]["window"] == {"steps": 20, "epochs": True, "final_loss": None}
-    scratch(epochs(1.0, 0.5), values={**by_steps, "trainer.max_steps": 90}, validation=accuracy(0.8))
-    assert report()[1]["window"] == {"steps": 18, "epochs": False, "final_loss": None}
-
-
 @pytest.mark.parametrize(("steps", "last"), [(200, 200), (193, 180), (181, 180), (179, 160)])
 def test_an_epoch_counts_when_no_more_of_it_would_be_logged(steps: int, last: int):
     """Epochs of 20 steps, a loss every 6."""
@@ -277,19 +249,6 @@ def test_an_epoch_counts_when_no_more_of_it_would_be_logged(steps: int, last: in
     ends, losses = Windows(20, 20, True).of(run)
     assert ends.tolist() == list(range(20, last + 1, 20))
     assert losses == pytest.approx(0.5)
-
-
-def test_different_log_intervals():
-    by_steps = {"trainer.max_steps": 2000, "trainer.max_epochs": None}
-    scratch(lambda step: 1 - step / 4000, values={**by_steps, "trainer.log_every_n_steps": 40})
-    upscaled(lambda step: 1 - step / 2000, values={**by_steps, "trainer.log_every_n_steps": 5})
-    _, summary = report()
-    assert summary["window"]["steps"] == 200  # five losses of the one that logs less
-    (reach,) = summary["comparisons"][0]["reach"]
-    assert reach["target"] == pytest.approx(1 - 1920 / 4000)  # those of steps 1840 … 2000
-    # forty losses in a window that ends at s have the mean 1 - (s - 97.5) / 2000, so s is at least 1057.5;
-    # windows end every 40 steps
-    assert reach["step"] == 1080
 
 
 def test_a_run_that_grows_in_the_middle():
@@ -396,31 +355,12 @@ def test_names_of_groups_are_distinct_and_short():
     assert list(names("runs")) == ["upscaled, path first/noise.json", "upscaled, path other/second/noise.json"]
 
 
-def test_groups_that_differ_in_a_class_are_named_by_it():
-    for name, noise in (("a", None), ("b", {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}})):
-        for method in ("Net2Net", "Duplication"):
-            growth = upscale(noise=noise, method={"class_path": f"mupscale.{method}", "init_args": {"seed": 0}})
-            write_run(Path("runs", name, method), epochs(1.0), values={"trainer.callbacks": [growth]})
-    assert list(names("runs")) == [
-        f"upscaled, method {method}, noise {noise}"
-        for noise in ("None", "AdditiveNoise")
-        for method in ("Duplication", "Net2Net")
-    ]
-
-
 def test_a_seed_that_is_there_twice():
     scratch(epochs(0.5))
     write_run(Path("runs/again"), epochs(0.7), values=WIDE)
     text, summary = report()
     assert [group["seeds"] for group in summary["groups"]] == [[0, 0]]
     assert "runs has several runs of seed 0: all count" in text
-
-
-def test_one_run_alone():
-    scratch(epochs(1.0, 0.4))
-    text, summary = report("runs/scratch/seed=0")
-    assert [group["name"] for group in summary["groups"]] == ["scratch"]  # from its folder: nothing grows to its width
-    assert "Scratch ends at 0.4000 (1 seed)." in text
 
 
 def test_of_two_baselines_the_better_one_counts():
@@ -478,15 +418,6 @@ def test_runs_in_progress_diverged_unpaired_and_without_a_loss():
     assert summary["runs"][-1]["final_loss"] is None
 
 
-def test_all_in_progress():
-    scratch(epochs(0.5), steps=95, validation=accuracy(0.8))
-    upscaled(epochs(0.4), steps=45, validation=accuracy(0.8))
-    text, summary = report()
-    assert "Upscaled stands at 0.4000 (1 seed), from scratch at 0.5000" in text
-    assert "Runs are still in progress: this is how they stand now." in text
-    assert [run["flops"] for run in summary["runs"]] == [450e12, 950e12]
-
-
 def test_runs_that_ended_before_their_last_step():
     scratch(epochs(0.5), validation=accuracy(0.8))
     upscaled(epochs(0.4), 0, steps=93, has_ended=True, validation=accuracy(0.8))  # the last loss is that of step 90
@@ -495,37 +426,3 @@ def test_runs_that_ended_before_their_last_step():
     assert "Upscaled ends at 0.4000 (1 seed)" in text
     assert "upscaled, seed 1 (runs/upscale/seed=1): in progress, 90 of 200 steps." in text
     assert [run["flops"] for run in summary["runs"]] == [930e12, 900e12, 2000e12]
-
-
-def test_a_run_that_ended_before_it_grew():
-    swap = {**UPSCALED, "trainer.callbacks": [upscale(at_step=100)]}
-    upscaled(epochs(0.4), steps=90, has_ended=True, grown=None, values=swap)
-    assert "upscaled, seed 0 (runs/upscale/seed=0) ended after 90 steps, before it grew." in report()[0]
-
-
-def test_all_diverged():
-    scratch(epochs(0.5), validation=accuracy(0.8))
-    upscaled(lambda step: math.nan, validation=accuracy(0.8))
-    assert "All runs of upscaled diverged: there is nothing to compare." in report()[0]
-
-
-def test_runs_without_flops():
-    scratch(epochs(0.5), flops=None, validation=accuracy(0.8))
-    upscaled(epochs(0.4), flops=None, validation=accuracy(0.8))
-    text, summary = report()
-    assert "have logged no FLOPs" in text
-    assert summary["comparisons"][0]["costs"] is None
-    assert not list(Path("report").glob("*flops*"))
-    assert "It reaches from scratch's minimum after 1 epoch." in Page(text).text
-
-
-def test_trials_without_flops():
-    scratch(epochs(0.5), flops=None, validation=accuracy(0.8))
-    upscaled(epochs(0.4), flops=None, validation=accuracy(0.8))
-    grows = {**UPSCALED, "model.init_args.width": 100, "trainer.callbacks": [upscale(width=400)]}
-    write_run(Path("s/trials/000"), epochs(0.5), values=grows, flops=None, validation=accuracy(0.7), result=0.5)
-    Path("s/sweep.json").write_text("{}")
-    Path("s/trials.csv").write_text("trial,last_epoch,run\n0,0.5,trials/000\n")
-    text, summary = report("runs", "s")
-    assert [(sweep["width"], sweep["speedup"]) for sweep in summary["tuning"]] == [("100 → 400", None)]
-    assert "1 of 1 trials of s have logged no FLOPs" in text

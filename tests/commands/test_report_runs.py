@@ -1,6 +1,5 @@
 """A run read from its folder: its length, growths, validations, FLOPs and divergence."""
 
-import json
 import math
 from pathlib import Path
 
@@ -80,25 +79,6 @@ def test_a_damaged_result_is_named(tmp_path: Path, content: str):
     (tmp_path / "result.json").write_text(content)
     with pytest.raises(UserError, match=r"result\.json is damaged \(.*\); delete it and run the same command again"):
         LoggedRun(tmp_path)
-
-
-@pytest.mark.parametrize("plan", [{}, {"steps": "9", "steps_per_epoch": 0}, {"steps": True}])
-def test_a_length_that_is_none_is_not_believed(tmp_path: Path, plan: dict):
-    write_run(tmp_path, lambda step: 1.0, has_ended=False)
-    (tmp_path / "run.json").write_text(json.dumps(plan))
-    run = LoggedRun(tmp_path)
-    assert (run.planned_steps, run.steps_per_epoch) == (None, None)
-
-
-def test_divergence(tmp_path: Path):
-    run = LoggedRun(write_run(tmp_path / "nan", lambda step: math.nan if step > 50 else 1.0))
-    assert run.diverged_at == 55
-    given_up = LoggedRun(write_run(tmp_path / "given_up", lambda step: 1e9, steps=30, result=math.inf))
-    assert given_up.diverged_at == 30
-
-
-def test_a_single_callback_need_not_be_a_list(tmp_path: Path):
-    assert LoggedRun(write_run(tmp_path, lambda step: 1.0, values={"trainer.callbacks": upscale()})).end_width == 2000
 
 
 def test_an_invalid_configuration(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from command_line import LR, NOISE, refused, small, upscale
-from extensions import Counting, Crash, Crashed
+from extensions import Counting
 from logged import curves, losses
 from program_server import CORE_ONLY, Server
 from sweeps import changed, numbers_of, plain_sweeps, starts, swept, unlike, values_of
@@ -208,26 +208,6 @@ def assert_same_sweep(ours: Path, theirs: Path) -> None:
             for path in (ours / "trials" / run.name, run)
         )
         assert our == their
-
-
-@pytest.mark.slow
-def test_an_error_ends_all_trials_and_they_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(tmp_path / "c.yaml", upscale(5, 16), {"class_path": "extensions.Crash"}, max_steps=9)
-    changed(config, checkpoint={"every_n_train_steps": 3})
-    options = ["--sweep", f"{LR}=0.01,0.02,0.03", "--stack"]
-    whole = swept("whole", config, *options, "auto")
-    monkeypatch.setattr(Crash, "at", 7)
-    with pytest.raises(Crashed):
-        swept("crashed", config, *options, "auto")
-    assert not list(Path("crashed/s").rglob("result.json"))
-    monkeypatch.setattr(Crash, "at", -1)
-    with plain_sweeps(), contextlib.chdir("crashed"):
-        main(["resume", "s/trials/001_lr=0.02"])  # one of them, by itself
-    crashed = swept("crashed", config, *options, "2")
-    assert [starts(run) for run in sorted((crashed / "trials").iterdir())] == [[0, 6], [0], [0, 6]]
-    assert numbers_of(crashed) == [pytest.approx(row, rel=1e-6) for row in numbers_of(whole)]
-    for name in ("000_lr=0.01", "002_lr=0.03"):
-        assert curves(crashed / "trials" / name) == curves(whole / "trials" / name)
 
 
 KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {

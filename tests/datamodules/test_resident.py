@@ -109,12 +109,6 @@ def test_refused_arguments(options: dict, named: str):
         loader(**options)
 
 
-@pytest.mark.parametrize("tensors", [(), (torch.zeros(3), torch.zeros(4))])
-def test_refused_tensors(tensors: tuple[Tensor, ...]):
-    with pytest.raises(ValueError, match="equal length"):
-        ResidentLoader(tensors, 1, shuffle=False)
-
-
 # ---- resume
 
 
@@ -144,21 +138,6 @@ def test_iter_after_drawing_abandons_the_epoch():
     epoch(straight)
     next(iter(data))
     assert epoch(data) == epoch(straight)
-
-
-def test_set_epoch_goes_to_another_epoch_and_stays_inside_its_own():
-    epochs, data = loader(), loader()
-    first, second, third = epoch(epochs), epoch(epochs), epoch(epochs)
-    iterator = iter(data)
-    data.sampler.set_epoch(2)  # after iter, as Lightning does
-    assert [batch.tolist() for batch in iterator] == third
-    data.sampler.set_epoch(1)
-    drawing = iter(data)
-    assert next(drawing).tolist() == second[0]
-    data.sampler.set_epoch(1)
-    assert next(drawing).tolist() == second[1]
-    data.sampler.set_epoch(0)
-    assert epoch(data) == first
 
 
 @pytest.mark.parametrize(
@@ -212,31 +191,6 @@ def test_by_position_a_rank_gets_its_share(rank: int, batch_size: int):
         return ResidentLoader((PAIRS, NUMBERS), batch_size, shuffle=True, seed=seed, rank=rank, world_size=2)
 
     check_positions(make, follows_seed=True)
-
-
-@pytest.mark.parametrize(("at_epoch", "position"), [(0, -1), (0, 6), (-1, 0)])
-def test_there_is_no_batch_outside_of_an_epoch(at_epoch: int, position: int):
-    with pytest.raises(IndexError, match=f"no batch {position} of epoch {at_epoch}: an epoch has 6 batches"):
-        loader().batch_at(at_epoch, position)
-    data = loader()
-    for together in ([data, data], [data, loader()]):
-        with pytest.raises(IndexError, match=f"no batch {position} of epoch {at_epoch}: an epoch has 6 batches"):
-            joint_batch(together, at_epoch, position)
-
-
-@pytest.mark.parametrize(("at_epoch", "position"), [(0, -1), (0, 7), (-1, 0)])
-def test_there_is_no_place_outside_of_an_epoch(at_epoch: int, position: int):
-    data = loader()
-    with pytest.raises(IndexError, match=f"no position {position} of epoch {at_epoch}: an epoch has 6 batches"):
-        data.go_to(at_epoch, position)
-    assert epoch(data) == epoch(loader())
-
-
-def test_joint_batches_of_other_tensors_are_those_of_each():
-    first, second = (
-        ResidentLoader((NUMBERS + offset,), BATCH, shuffle=True, seed=offset, drop_last=True) for offset in (0, 100)
-    )
-    assert torch.equal(joint_batch([first, second], 1, 2), torch.stack([first.batch_at(1, 2), second.batch_at(1, 2)]))
 
 
 def test_joint_batches_take_one_operation_a_tensor():

@@ -15,7 +15,7 @@ from mupscale.datamodules import cifar100, covertype, token_files
 from mupscale.datamodules import files as module
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import SAMPLE, Covertype
-from mupscale.datamodules.files import shared, version_of
+from mupscale.datamodules.files import shared
 from mupscale.datamodules.fineweb import JARGON, FineWeb
 
 
@@ -37,36 +37,6 @@ def test_what_is_held_is_not_read_again():
     second = shared("key", lambda: pytest.fail("it is held"))
     assert [a is b for a, b in zip(first, second, strict=True)] == [True, True]
     assert shared("another key", lambda: (Thing(), Thing()))[0] is not first[0]
-
-
-def test_what_nobody_holds_is_freed_and_read_again():
-    reads = []
-
-    def read() -> tuple[Thing]:
-        reads.append(len(reads))
-        return (Thing(),)
-
-    shared("key", read)
-    assert module._held["key"][0]() is None
-    held = shared("key", read)
-    assert reads == [0, 1]
-    del held
-    shared("another key", read)
-    assert list(module._held) == ["another key"]
-
-
-def test_the_version_of_a_file_is_its_place_size_and_time(tmp_path: Path):
-    file, link = tmp_path / "file", tmp_path / "link"
-    file.write_bytes(b"one")
-    link.symlink_to(file)
-    before = version_of([file])
-    assert version_of([link]) == before
-    status = file.stat()
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    assert version_of([file]) != before
-    file.write_bytes(b"four")
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert version_of([file]) != before
 
 
 # ---- the data modules

@@ -422,24 +422,6 @@ def test_what_cannot_be_run_is_refused_by_its_cause() -> None:
         mupscale.discover(*scripted, lambda model: model(torch.ones(1, 5)))
 
 
-def test_parameters_without_gradient_are_not_said_to_have_no_effect() -> None:
-    class Encoded(Perceptron):
-        def __init__(self, width: int) -> None:
-            super().__init__(width)
-            self.encoder, self.unused = nn.Linear(5, width), nn.Linear(width, width)
-            self.first = nn.Linear(width, width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                x = torch.tanh(self.encoder(x))
-            return super().forward(x)
-
-    found = mupscale.discover(*pair(Encoded, 2), lambda model: model(torch.ones(2, 5)))
-    assert found.without_gradient == ("encoder.weight", "encoder.bias")
-    assert found.untested == ("unused.weight", "unused.bias")
-    assert "tested without gradients, because they have none: encoder.weight, encoder.bias" in str(found)
-
-
 def test_units_that_are_zero_on_the_whole_batch_do_not_hide_a_fractional_layout() -> None:
     def build(width: int) -> nn.Module:
         layers = nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)

@@ -121,38 +121,3 @@ def test_an_axis_that_is_joined_of_known_widths_is_carried_over() -> None:
     assert resolved.blocks["middle.weight"][1] == [(20, 20, 2), (10, 10, 2), (5, 5, 1)]
     mupscale.upscale(narrow, wide, hints=resolved)
     assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-12)
-
-
-class CutTwice(nn.Module):
-    """A projection, and a convolution whose weight the forward pass takes for itself, in the same unequal sections.
-
-    Neither makes the models agree any further by itself, and the layers between them could grow in many ways.
-    """
-
-    def __init__(self, heads: int, head: int = 6) -> None:
-        super().__init__()
-        width = heads * head
-        self.heads, self.width = heads, width
-        self.joint = nn.Linear(5, 4 * width)
-        self.gates = nn.ModuleDict({name: nn.Linear(5, 2 * width) for name in "abcd"})
-        self.conv = nn.Conv1d(4 * width, 4 * width, 3, groups=4 * width, bias=False)
-        self.norm, self.out = nn.LayerNorm(2 * head), nn.Linear(2 * width, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        joint = self.joint(x).mT
-        gates = [gate(x).sigmoid() for gate in self.gates.values()]
-        joint = F.silu(F.conv1d(joint, self.conv.weight, groups=4 * self.width, padding=1).mT)
-        query, key, value = joint.split([self.width, self.width, 2 * self.width], -1)
-        query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (query, key, value))
-        mixed = self.norm(F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT @ value).transpose(1, 2).flatten(-2)
-        return self.out(mixed * gates[0] * gates[1] * gates[2] * gates[3])
-
-
-@pytest.mark.slow
-def test_two_axes_that_are_cut_into_the_same_sections() -> None:
-    torch.manual_seed(0)
-    inputs = torch.randn(2, 4, 5)
-    narrow, wide = CutTwice(2), CutTwice(4)
-    found = mupscale.discover(narrow, wide, lambda model: model(inputs))
-    mupscale.upscale(narrow, wide, hints=found)
-    torch.testing.assert_close(wide(inputs), narrow(inputs))

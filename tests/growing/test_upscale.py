@@ -150,19 +150,6 @@ def test_what_zero_padding_continues_is_measured(activation: type[nn.Module], ex
     assert all(parameter.grad is None for model in (narrow, wide) for parameter in model.parameters())
 
 
-def test_untested_parameters_are_noted():
-    class Half(nn.Module):
-        def __init__(self, n: int) -> None:
-            super().__init__()
-            self.used, self.unused = mlp(n), nn.Linear(n, n)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    report = mupscale.upscale(Half(8), Half(16), call=call)
-    assert report.notes == ("without a gradient in the check, so untested: 'unused.weight', 'unused.bias'",)
-
-
 @pytest.mark.parametrize("wrong", [3, "model(batch)", VECTORS])
 def test_call_must_be_a_function(wrong: object):
     with pytest.raises(UserError, match="upscale: call must be a function"):

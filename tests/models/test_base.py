@@ -12,7 +12,6 @@ from tiny_modules import mlp
 from torch import nn
 
 from mupscale.errors import UserError
-from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 
@@ -44,20 +43,6 @@ def test_a_width_that_does_not_fit_into_memory(width: int) -> None:
 def test_gpt2_whose_heads_do_not_fit(settings: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         GPT2(8, **settings)
-
-
-def test_a_method_that_is_missing_is_named() -> None:
-    class WithoutBuild(Growable):
-        pass
-
-    class WithoutLoss(Growable):
-        def build(self, width: int) -> nn.Module:
-            return nn.Linear(2, width)
-
-    with pytest.raises(UserError, match=r"WithoutBuild has no method `build`: define build\(self, width\)"):
-        WithoutBuild(8, 4)
-    with pytest.raises(UserError, match=r"WithoutLoss has no method `loss`: define loss\(self, batch\)"):
-        WithoutLoss(8, 4).training_step((), 0)
 
 
 class Weighted(MLP):
@@ -142,19 +127,6 @@ def test_the_size_of_a_batch_is_the_length_of_its_first_tensor(batch: Any, size:
 def test_a_batch_without_a_length_is_named() -> None:
     with pytest.raises(UserError, match=r"MLP has batches of object, .*: define batch_size\(self, batch\), which"):
         mlp().batch_size(object())
-
-
-def test_flops_of_batches_of_any_kind() -> None:
-    class Named(MLP):
-        def loss(self, batch: Any) -> torch.Tensor:
-            return self(batch.inputs if isinstance(batch, Rows) else batch["inputs"]).sum()
-
-    module = Named(16, 8, inputs=3, outputs=2)
-    inputs = torch.zeros(5, 3)
-    counted = [module.training_flops(batch) for batch in ({"inputs": inputs}, UserDict(inputs=inputs), Rows(1, inputs))]
-    assert counted[0] > 0
-    assert counted == counted[:1] * 3
-    assert inputs.device.type == "cpu"
 
 
 class Noting:

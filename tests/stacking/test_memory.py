@@ -6,7 +6,7 @@ import pytest
 import torch
 from stacks import batches, loss_of, made
 from tiny_modules import mlp
-from torch import Tensor, nn
+from torch import Tensor
 
 from mupscale.errors import UserError
 from mupscale.stacking.memory import bytes_per_model, saved_per_model
@@ -42,15 +42,6 @@ def test_what_a_model_of_the_mlp_takes(optimizer: Any, states: int) -> None:
     own = bytes_per_model(module, optimizer, loss_of, batch, shared=False)
     assert 0 <= own - found - (8 * 6 * 8 + 8 * 8) < 128  # and the batch; its labels are saved once more
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
-
-
-def test_a_batch_that_is_shared_does_not_count() -> None:
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        inputs = batch * 2  # as large as a batch, and one for all models
-        return model(inputs).square().mean()
-
-    small, large = (saved_per_model(nn.Linear(size, 1), loss, torch.zeros(16, size)).total for size in (4, 4096))
-    assert small == large == 16 * 4
 
 
 @pytest.mark.slow

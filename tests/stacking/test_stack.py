@@ -270,20 +270,6 @@ def test_a_step_reads_what_it_is_given() -> None:
     assert all(map(torch.equal, stack.parameters.values(), twin.parameters.values()))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_state_may_be_handed_out_before_the_first_step(optimizer: str) -> None:
-    pairs, others = ([made("mlp", optimizer, index) for index in range(3)] for _ in range(2))
-    stack, twin = stacked(pairs), stacked(others)
-    assert not any(own.state for _, own in pairs)
-    stack.optimizer.begin()
-    for batch in batches(pairs[0][0], 3):
-        assert torch.equal(stack.step(batch), twin.step(batch))
-    for (_, own), (_, other) in zip(pairs, others, strict=True):
-        for state, expected in zip(own.state.values(), other.state.values(), strict=True):
-            assert state.keys() == expected.keys()
-            assert all(torch.equal(value, expected[key]) for key, value in state.items())
-
-
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     def pair(index: int) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(index)

@@ -90,18 +90,6 @@ def test_the_rate_is_for_a_single_unit(width: int):
         assert step.max() == pytest.approx(0.5 / width, rel=1e-3)
 
 
-def test_axes_that_are_one_share_their_maps():
-    narrow, wide = models()
-    method = fitted(LiGO(steps=3, lr=0.01), narrow, wide)
-    plan = mupscale.upscale(narrow, wide, method=method).plan
-    weights = {name: entry for name, entry in plan.parameters.items() if name.endswith("weight")}
-    produced, read = method.maps(weights["layers.0.weight"], 0), method.maps(weights["layers.1.weight"], 1)
-    assert all(torch.equal(a, b) for a, b in zip(produced, read, strict=True))
-    bias = method.maps(plan.parameters["layers.0.bias"], 0)
-    torch.testing.assert_close(wide.layers[0].bias.detach(), bias[0] @ narrow.layers[0].bias.detach())
-    assert torch.equal(bias[0], produced[0])
-
-
 def test_whole_heads_are_mapped():
     """A map is between heads, the same in all three sections of a fused QKV, and leaves the inside of a head alone."""
     build = CASES["llama"].build

@@ -142,15 +142,6 @@ def test_net2net_maps_what_a_mup_readout_averages_over():
     assert check.holds, check
 
 
-@pytest.mark.parametrize("is_mup", [False, True])
-def test_net2net_maps_at_random_to_any_width(is_mup: bool):
-    narrow, wide = (mup(mlp, width) if is_mup else mlp(width) for width in (8, 20))
-    entry = grown(Net2Net(), narrow, wide).plan.parameters["layers.1.weight"]
-    assert [sum(piece.factor for piece in layout) for layout in entry.layouts] == [20, 20]
-    assert entry.scale == (0.4, 0.4, 6.25, 1)
-    assert {piece.factor for piece in entry.layouts[0]} > {2, 3}  # which duplication would give
-
-
 def test_zero_padding_leaves_the_new_units_at_zero():
     narrow, wide = mlp(4), mlp(8)
     optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)

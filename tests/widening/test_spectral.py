@@ -58,15 +58,6 @@ def test_against_svd(name: str):
     assert spectral_norms(matrix[None]).item() == pytest.approx(truth.item(), rel=1e-4)
 
 
-def test_kernel_positions_of_a_convolution():
-    torch.manual_seed(0)
-    positions = torch.randn(90, 80, 3, 3).permute(2, 3, 0, 1).flatten(0, 1)
-    assert not positions.is_contiguous()
-    torch.testing.assert_close(
-        spectral_norms(positions), torch.linalg.matrix_norm(positions.double(), ord=2), rtol=1e-4, atol=0
-    )
-
-
 @pytest.mark.parametrize("columns", [20, 100])
 def test_not_finite(columns: int):
     batch = torch.randn(3, 100, columns)

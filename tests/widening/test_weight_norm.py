@@ -75,29 +75,6 @@ def test_training_goes_on_as_before(api, dim, optimizer):
     assert verdict, str(verdict)
 
 
-def test_grown_twice():
-    torch.manual_seed(0)
-    narrow, middle, wide = (network(width).double() for width in (4, 8, 24))
-    data = [(x.double(), y.double()) for x, y in batches(6)]
-    optimizer = OPTIMIZERS["AdamW"](narrow.parameters())
-    first = mupscale.upscale(narrow, middle, optimizer).optimizer
-    for model, own in ((narrow, optimizer), (middle, first)):
-        for batch in data[:3]:
-            own.zero_grad()
-            loss(model, batch).backward()
-            own.step()
-    second = mupscale.upscale(middle, wide, first).optimizer
-    for batch in data:
-        values = []
-        for model, own in ((narrow, optimizer), (wide, second)):
-            own.zero_grad()
-            value = loss(model, batch)
-            value.backward()
-            own.step()
-            values.append(value.item())
-        assert values[1] == pytest.approx(values[0], rel=1e-11)
-
-
 @pytest.mark.parametrize("api", APIS)
 def test_discover_finds_blocks_and_leaves_the_models_alone(api):
     """Of a flattened image every channel is a block; a copy of a parametrised layer shares its class."""
