@@ -110,7 +110,6 @@ def test_a_sweep_over_methods_has_the_defaults_of_each(capsys: pytest.CaptureFix
     assert defaults == {("Duplication", None), ("HyperCloning", "symmetric")}
 
 
-LIMITED = {"class_path": "extensions.Limited", "init_args": {"level": 1}}
 METHODS = [{"class_path": f"mupscale.methods.{name}"} for name in ("Duplication", "HyperDuplication", "HyperCloning")]
 
 
@@ -128,16 +127,6 @@ def test_a_bad_value_in_the_middle_is_refused(key: str, values: list[Any], bad: 
     config = for_trials(configuration("a"))
     with pytest.raises(UserError, match=f"^here: {key}=.*{bad}"):
         refuse_invalid(config, [Axis("seed_everything", (0, 1)), Axis(key, tuple(values))], "here:")
-
-
-@pytest.mark.slow
-def test_numbers_are_compared_with_their_types() -> None:
-    """The class itself takes any number, but its annotation does not."""
-    config = for_trials(configuration("a"))
-    config["trainer"]["callbacks"].append(LIMITED)
-    refuse_invalid(config, [Axis("Limited.level", (1, 2))], "here:")
-    with pytest.raises(UserError, match=r"^here: Limited\.level=3: "):
-        refuse_invalid(config, [Axis("Limited.level", (1, 3, 2))], "here:")
 
 
 @pytest.mark.slow
