@@ -23,7 +23,7 @@ import yaml
 from benchmarks.harness import Row, clear_memory, peak_gb, rate, run
 from mupscale.commands.config import Config, at
 from mupscale.commands.configured import described
-from mupscale.commands.lab.run import Run, fit_run, open_stacked, with_run, without_announcements
+from mupscale.commands.lab.run import Run, open_stacked, with_run, without_announcements
 from mupscale.commands.lab.stack_loop import StackLoop
 from mupscale.commands.lab.trial import for_trials
 from mupscale.commands.pattern import Pattern
@@ -128,11 +128,11 @@ def one_by_one(case: dict[str, Any], options: argparse.Namespace) -> dict[str, A
     """The time of trials one after another, extrapolated from single runs of two lengths."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder, without_announcements():
-        fit_run(runs({**case, "epochs": 2}, options, Path(folder))[0])  # reads the data, and compiles
+        runs({**case, "epochs": 2}, options, Path(folder))[0].make()  # reads the data, and compiles
         for epochs in (options.epochs, 3 * options.epochs):
             run = runs({**case, "epochs": epochs}, options, Path(folder) / str(epochs))[1]
             start = time.perf_counter()
-            fit_run(run)
+            run.make()
             seconds[epochs] = time.perf_counter() - start
     epoch = (seconds[3 * options.epochs] - seconds[options.epochs]) / (2 * options.epochs)
     fixed = seconds[options.epochs] - options.epochs * epoch

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from mupscale.commands.lab.drift import Optimum, drift_of, optimum_of
-from mupscale.commands.lab.transfer import Panel, WidthCurve, drift_rows
+from mupscale.commands.lab.transfer import Optimum, Panel, WidthCurve, drift_of, drift_rows, optimum_of
 from mupscale.commands.widths import Growth
 from mupscale.text_tables import as_csv
 

@@ -487,7 +487,7 @@ def test_shipped_experiments_are_accepted_without_data(name: str) -> None:
         ({"sweep_3": {}}, ["sweep_3", "sweep_2"]),
         ({"target": None}, ["target", "needs"]),
         ({"config": "nope.yaml"}, ["config", "nope.yaml"]),
-        ({"seeds": [0, 0]}, ["seeds", "different"]),
+        ({"seeds": [0, 0]}, ["seeds: a seed is given twice"]),
         ({"small": [8, 20]}, ["small", "multiple", "8 → 20"]),
         ({"small": 8}, ["small", "two widths"]),
         ({"target": [16, 64]}, ["target grows by 4", "small by 2"]),
@@ -495,7 +495,7 @@ def test_shipped_experiments_are_accepted_without_data(name: str) -> None:
         ({"sweep_1": {}}, ["sweep_1", "empty"]),
         ({"sweep_1": {LR: 0.1}}, ["sweep_1", LR, "list"]),
         ({"sweep_1": {LR: "0.1:0.2"}}, ["sweep_1", LR, "LOW:HIGH:N"]),
-        ({"sweep_1": {"seed_everything": [0, 1]}}, ["sweep_1", "seeds: [0"]),
+        ({"sweep_1": {"seed_everything": [0, 1]}}, ["sweep_1", "the key seeds"]),
         ({"sweep_1": {NOISE: [0.1]}}, ["sweep_1:", NOISE]),
         ({"sweep_2": {"UpscaleCallback.noise.sdt": [0.1]}}, ["sweep_2:", "sdt"]),
         ({"sweep_2": {LR: [0.1, "fast"]}}, ["sweep_2:", LR, "fast"]),
@@ -524,7 +524,7 @@ def test_numbers_are_decimal() -> None:
     assert content("[1e-3, 2E-2, 3.5]").content["sweep_1"] == {LR: [0.001, 0.02, 3.5]}
     whole = content("2:16:4")
     assert (whole.sweeps["sweep_1"][0].values, whole.seeds) == ((2, 4, 8, 16), [0, 1000])
-    with pytest.raises(UserError, match=r"^sweep_1.model.optimizer.lr: 1:30 is not a value. A range LOW:HIGH:N st"):
+    with pytest.raises(UserError, match=r"^sweep_1.model.optimizer.lr: 1:30 is not a value; a range LOW:HIGH:N has"):
         content("[1:30, 2:30]")
     for seeds in ("[010]", "[1:30]", "[1e0]", "[on]"):
         with pytest.raises(UserError, match=r"^seeds: give a list of different whole numbers, got"):

@@ -52,7 +52,7 @@ def test_sizes_in_proportion() -> None:
 
 
 def test_a_quick_experiment_divides_widths_and_keeps_layers() -> None:
-    assert widths_in({"target": [SHALLOW, DEEP], "small": [32, 64]}) == [32, 64, 64, 128]
+    assert widths_in([[32, 64], [SHALLOW, DEEP]]) == [32, 64, 64, 128]
     assert divided(DEEP, 4) == {"width": 32, "layers": 8, "depth": "stack"}
 
 

@@ -69,9 +69,8 @@ class Costs:
 
 
 def read_costs(path: Path) -> Costs:
-    content = read_json(path)
     try:
-        return Costs(**content)
+        return Costs(**read_json(path))
     except TypeError as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
 
@@ -128,7 +127,7 @@ def measured(description: Description, folder: Path) -> Costs:
     (batch,) = first_batches(cli.model, cli.datamodule, 1)
     trainer = description.common["trainer"]
     batches_per_step = trainer["accumulate_grad_batches"]
-    batches = limited(batches_of(cli.datamodule), trainer["limit_train_batches"])
+    batches = batches_of(cli.datamodule, trainer["limit_train_batches"])
     steps_per_epoch = math.ceil(batches / batches_per_step)
     flops = {}
     for name, width in counted.items():
@@ -137,35 +136,29 @@ def measured(description: Description, folder: Path) -> Costs:
             flops[name] = batches / steps_per_epoch * cli.model.training_flops(batch)
         except UserError as error:
             raise UserError(f"model: protocol midrun compares runs at equal FLOPs, but {error}") from error
-    seconds, starts = {}, {}
-    device = ""
+    clocks: dict[str, StepClock] = {}
     for width in timed if "seconds" in keys.budgets else []:
         name = folder_name(width)
-        clock = timed_run(description.config(of_width(width)), folder / f"width={name}", keys.timing_steps)
-        seconds[name], starts[name], device = clock.seconds, clock.start_seconds, clock.device
+        clocks[name] = timed_run(description.config(of_width(width)), folder / f"width={name}", keys.timing_steps)
     return Costs(
         steps=budget_steps(trainer, steps_per_epoch),
         steps_per_epoch=steps_per_epoch,
         batches_per_step=batches_per_step,
         flops=flops,
-        seconds=seconds,
-        start_seconds=starts,
-        device=device,
-        timed_steps=keys.timing_steps if seconds else 0,
+        seconds={name: clock.seconds for name, clock in clocks.items()},
+        start_seconds={name: clock.start_seconds for name, clock in clocks.items()},
+        device=next((clock.device for clock in clocks.values()), ""),
+        timed_steps=keys.timing_steps if clocks else 0,
         batches_per_epoch=batches,
     )
 
 
-def batches_of(data: LightningDataModule) -> int:
-    """The batches of an epoch."""
+def batches_of(data: LightningDataModule, limit: int | float | None) -> int:
+    """The batches of an epoch, as many as `trainer.limit_train_batches` leaves."""
     try:
-        return len(data.train_dataloader())
+        batches = len(data.train_dataloader())
     except TypeError as error:
         raise UserError("data: protocol midrun needs a train_dataloader that has a length") from error
-
-
-def limited(batches: int, limit: int | float | None) -> int:
-    """How many of an epoch's batches `trainer.limit_train_batches` leaves."""
     if limit is None:
         return batches
     return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
@@ -173,23 +166,15 @@ def limited(batches: int, limit: int | float | None) -> int:
 
 def budget_steps(trainer: Config, steps_per_epoch: int) -> int:
     """The length of a run in steps, as the configuration gives it."""
-    lengths = []
-    if trainer["max_steps"] not in (None, -1):
-        lengths.append(trainer["max_steps"])
-    if trainer["max_epochs"] not in (None, -1):
-        lengths.append(trainer["max_epochs"] * steps_per_epoch)
-    return min(lengths)
+    lengths = [(trainer["max_steps"], 1), (trainer["max_epochs"], steps_per_epoch)]
+    return min(length * steps for length, steps in lengths if length not in (None, -1))
 
 
 class StepClock(Callback):
     """Measures the time of a training step: the median over stretches of a run, after its first steps."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
-        """
-        Args:
-            warm_up: The steps at the beginning that are not timed.
-            steps: The steps of the run.
-        """
+        """`warm_up` are the first of the `steps` of the run, which are not timed."""
         self.warm_up, self.steps = warm_up, steps
         self.device = ""
         self._begin = time.perf_counter()
@@ -209,23 +194,15 @@ class StepClock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
+        step, timed = trainer.global_step, self.steps - self.warm_up
         if self._marks and self._marks[-1][0] == step:
             return  # in the middle of an accumulation of batches
-        if step in self._stops:
+        if step in [self.warm_up + index * timed // BLOCKS for index in range(BLOCKS + 1)]:
+            self.device = "cpu"
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize()
+                self.device = torch.cuda.get_device_name(pl_module.device)
             self._marks.append((step, time.perf_counter()))
-            self.device = device_name(pl_module.device)
-
-    @property
-    def _stops(self) -> list[int]:
-        timed = self.steps - self.warm_up
-        return [self.warm_up + index * timed // BLOCKS for index in range(BLOCKS + 1)]
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def timed_run(config: Config, folder: Path, steps: int) -> StepClock:

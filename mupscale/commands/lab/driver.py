@@ -16,17 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from mupscale.commands.arguments import Size
-from mupscale.commands.lab.run import (
-    Progress,
-    Result,
-    Run,
-    Trial,
-    ending_of,
-    free_memory,
-    open_stacked,
-    set_aside,
-    without_announcements,
-)
+from mupscale.commands.lab import run as runs
+from mupscale.commands.lab.run import Result, Run, Trial
 from mupscale.commands.lab.stack_loop import StackLoop, room_in_stack
 from mupscale.commands.lab.stacked_fit import Apart, Opening
 from mupscale.commands.pattern import Pattern, Patterns
@@ -77,7 +68,7 @@ def make_stack(job: Job, pattern: Pattern) -> dict[Path, Result]:
     """Makes similar runs together, as many of them as there is room for. Raises Apart if they cannot be stacked."""
     results: dict[Path, Result] = {}
     begun: list[Run] = []
-    clock = Progress()
+    clock = runs.Progress()
 
     def openings() -> Iterator[Opening]:
         for trial in job.trials:
@@ -86,7 +77,7 @@ def make_stack(job: Job, pattern: Pattern) -> dict[Path, Result]:
                 known = run.result_of_others()
                 if known is None:
                     begun.append(run)
-                    yield open_stacked(run, pattern, results, lambda: len(begun))
+                    yield runs.open_stacked(run, pattern, results, lambda: len(begun))
                 else:
                     results[run.folder] = known
 
@@ -94,10 +85,10 @@ def make_stack(job: Job, pattern: Pattern) -> dict[Path, Result]:
         clock.print(f"{len(begun)} runs", step, steps, f"{count} still on")
 
     try:
-        with without_announcements():
+        with runs.without_announcements():
             StackLoop(openings(), most=lambda first: room_in_stack(first, job.size), progress=show).run()
     finally:
-        free_memory()
+        runs.free_memory()
     return results
 
 
@@ -143,7 +134,7 @@ class Inline:
     def __init__(self) -> None:
         self._job: Job | None = None
         self._patterns = Patterns()
-        set_aside()
+        runs.set_aside()
 
     @property
     def has_room(self) -> bool:
@@ -176,13 +167,7 @@ class Driver:
     """Makes trials by an executor, similar ones together."""
 
     def __init__(self, executor: Executor, size: Size, part: int = 0, parts: int = 1) -> None:
-        """
-        Args:
-            executor: What makes the jobs.
-            size: How many runs are made together.
-            part: The share of every stage that is made here, from 0; other commands make the others.
-            parts: How many shares there are.
-        """
+        """`size` runs are made together. Part `part` of `parts` of every stage, from 0, is made here."""
         self._executor, self._size, self._part, self._parts = executor, size, part, parts
         self._results: dict[Path, Result] = {}
         self._apart: set[str] = set()
@@ -225,14 +210,14 @@ class Driver:
     def have_finished(self, trials: dict[int, Trial]) -> bool:
         """Whether all trials of a stage are finished, by this part and the others."""
         return all(
-            (self._results_of(trial) if self._is_mine(number) else ending_of(trial.runs, Run.written_result))
+            (self._results_of(trial) if self._is_mine(number) else runs.ending_of(trial.runs, Run.written_result))
             is not None
             for number, trial in trials.items()
         )
 
     def _results_of(self, trial: Trial) -> list[Result] | None:
         """The results of a trial whose runs are finished, up to the first that diverged; None of any other."""
-        return ending_of(trial.runs, self._result_of)
+        return runs.ending_of(trial.runs, self._result_of)
 
     def _result_of(self, run: Run) -> Result | None:
         if run.folder not in self._results and (result := run.known_result()) is not None:

@@ -5,9 +5,10 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mupscale.commands.arguments import STACK_HELP, stack_size
+from mupscale.commands.config import read_json, refuse_difference
 from mupscale.commands.lab import on_ray
 from mupscale.commands.run_folder import LOCK, Claim
 from mupscale.commands.termination import Terminated
@@ -84,6 +85,18 @@ def open_driver(options: argparse.Namespace, accelerator: str, out: Path) -> Ite
 def is_begun(out: Path) -> bool:
     """Whether a sweep or an experiment has begun in a folder, which is not that of a run."""
     return any(out.glob("part-*-of-*")) or ((out / LOCK).exists() and not (out / "config.yaml").exists())
+
+
+def refuse_folder(out: Path, what: str, settings: dict[str, Any]) -> None:
+    """Raises a UserError if a folder holds another sweep or experiment, by its WHAT.json, or something else."""
+    path = out / f"{what}.json"
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; name a folder for the {what}")
+    if path.exists():
+        there = read_json(path)
+        refuse_difference({key: there.get(key) for key in settings}, settings, f"--out {out} holds another {what}")
+    elif out.is_dir() and any(out.iterdir()) and not is_begun(out):
+        raise UserError(f"--out {out} is not empty and has no {what}; name a new folder")
 
 
 @contextmanager

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from mupscale.atomic import write_text
-from mupscale.commands.config import read_json, refuse_difference
+from mupscale.commands.config import read_json
 from mupscale.commands.lab.costs import CostPart
 from mupscale.commands.lab.driver import Driver
-from mupscale.commands.lab.execution import is_begun
+from mupscale.commands.lab.execution import refuse_folder
 from mupscale.commands.lab.file import Description, check
 from mupscale.commands.lab.parts import Part, RunPart, SweepPart
 from mupscale.commands.lab.protocols import PROTOCOLS, SMALL_BASE
 from mupscale.commands.lab.quick import IMAGES, write_images
 from mupscale.commands.lab.run import Trial
 from mupscale.commands.lab.transfer import write_transfer
-from mupscale.errors import UserError
 
 
 class Experiment:
@@ -60,14 +59,7 @@ class Experiment:
 
     def refuse_others(self) -> None:
         """Raises a UserError if the folder holds another experiment, or something else."""
-        path = self.out / "experiment.json"
-        if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"--out {self.out} is a file; name a folder for the experiment")
-        if path.exists():
-            there, here = read_json(path), json.loads(json.dumps(self.description.identity()))
-            refuse_difference({key: there.get(key) for key in here}, here, f"--out {self.out} holds another experiment")
-        elif self.out.is_dir() and any(self.out.iterdir()) and not is_begun(self.out):
-            raise UserError(f"--out {self.out} is not empty and has no experiment; name a new folder")
+        refuse_folder(self.out, "experiment", json.loads(json.dumps(self.description.identity())))
 
     def make(self, driver: Driver) -> bool:
         """Makes the runs, stage by stage. False if, at the end, those of other parts are missing."""

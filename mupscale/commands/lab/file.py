@@ -1,11 +1,11 @@
 """The YAML file of an experiment: growths, sweeps and seeds, checked as far as possible without a run."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +15,21 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
 from mupscale.commands.configured import described, refuse_optimizers
-from mupscale.commands.lab.midrun_keys import MidrunKeys, midrun_keys, named, stretched
 from mupscale.commands.lab.run import without_announcements
 from mupscale.commands.lab.space import Axis, axis_of, refuse_seeds
 from mupscale.commands.lab.sweep import checked_metric, signal_swap
 from mupscale.commands.lab.trial import Tried, for_trials, refuse_invalid
-from mupscale.commands.widths import Growth, Size, factors_text, growth_of, model_size
+from mupscale.commands.reporting.midrun import BUDGETS
+from mupscale.commands.widths import (
+    Growth,
+    Size,
+    factors_text,
+    growth_of,
+    in_proportion,
+    is_size,
+    model_size,
+    numbers_in,
+)
 from mupscale.data_files import DECIMAL, interpreting, read_yaml
 from mupscale.errors import UserError
 from mupscale.models.growth_check import depth_between, pending_residual
@@ -37,8 +46,34 @@ OPTIONAL = {
     "midrun": ["metric", "schedules", "budgets", "tuned_at", "timing_steps"],
 }
 
+TIMING_STEPS = 300
+"""Steps of a width by which its time is measured, unless the file gives their number."""
+
+SHARE_OF_STEPS = re.compile(r"(\d+(?:\.\d+)?)%")
+
 METHOD = "UpscaleCallback.method"
 """The key of a growth method, as an axis of a sweep."""
+
+
+@dataclass(frozen=True)
+class MidrunKeys:
+    middle: Size
+    """The fixed width between those of the target."""
+    small_middle: Size
+    """Its counterpart at the tuning size."""
+    shares: list[float]
+    """Of the budget that is spent when a run grows."""
+    tuned_at: list[float]
+    """The shares at which sweep_2 grows."""
+    noises: dict[str, Config]
+    schedules: dict[str, Config]
+    """What overrides the configuration of all runs of a schedule, by its name; see `stretched`."""
+    budgets: list[str]
+    timing_steps: int
+
+    def nearest_tuned(self, share: float) -> float:
+        """The share of sweep_2 whose values a run that grows at `share` takes."""
+        return min(self.tuned_at, key=lambda tuned: abs(tuned - share))
 
 
 @dataclass(frozen=True)
@@ -89,7 +124,7 @@ class Description:
                 config, cli = described([*first, *self.options, *arguments(list(overrides))], "experiment")
             return for_trials(config), cli
 
-    @cached_property
+    @property
     def common(self) -> Config:
         """The configuration that all runs share, before anything overrides it."""
         return self.config()
@@ -136,8 +171,7 @@ def description_of(content: dict[str, Any], options: list[str], *, quick: bool =
     """The description that a file of this content gives. Raises a UserError that names the key that is wrong."""
     refuse_files(content["config"])
     seeds = content["seeds"]
-    whole_numbers = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
-    if not whole_numbers or not seeds or len(set(seeds)) < len(seeds):
+    if not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds):
         raise UserError(f"seeds: give a list of different whole numbers, got {seeds!r}")
     refuse_seeds("seeds", seeds)
     metric = checked_metric(content.get("metric", "last_epoch"))
@@ -182,10 +216,10 @@ def refuse_files(config: Any) -> None:
 def growths_of(content: dict[str, Any]) -> list[Growth]:
     """The growths of an experiment. Raises a UserError if they do not all grow by the same factor."""
     if content["protocol"] != "transfer":
-        pairs = {"small": content["small"], "target": content["target"]}
+        pairs = {key: content[key] for key in ("small", "target")}
+    elif not isinstance(content["growths"], list) or len(content["growths"]) < 2:
+        raise UserError(f"growths: give at least two, [[64, 128], [128, 256]], got {content['growths']!r}")
     else:
-        if not isinstance(content["growths"], list) or len(content["growths"]) < 2:
-            raise UserError(f"growths: give at least two, [[64, 128], [128, 256]], got {content['growths']!r}")
         pairs = {f"growths.{index}": pair for index, pair in enumerate(content["growths"])}
     growths = [growth_of(key, pair) for key, pair in pairs.items()]
     if len(set(map(repr, growths))) < len(growths):
@@ -203,10 +237,8 @@ def growths_of(content: dict[str, Any]) -> list[Growth]:
 def sweeps_of(content: dict[str, Any]) -> dict[str, list[Axis]]:
     """The axes of each sweep, by its name."""
     two_sweeps = content["protocol"] != "transfer"
-    if two_sweeps:
-        tables = {key: content[key] for key in ("sweep_1", "sweep_2") if content.get(key) is not None}
-    else:
-        tables = content["sweeps"]
+    found = {key: content[key] for key in ("sweep_1", "sweep_2") if content.get(key) is not None}
+    tables = found if two_sweeps else content["sweeps"]
     if not isinstance(tables, dict) or not tables:
         raise UserError(
             f"sweeps: give a mapping of sweeps by name, {{lr: {{model.optimizer.lr: [0.01, 0.02]}}}}, got {tables!r}"
@@ -229,8 +261,6 @@ def sweeps_of(content: dict[str, Any]) -> dict[str, list[Axis]]:
 
 def listed_axis(where: str, key: Any, values: Any) -> Axis:
     """The axis of a key and its list of values. Raises a UserError for a range, because experiments sweep grids."""
-    if key == "seed_everything":
-        raise UserError(f"{where}: seeds are not an axis, give them as seeds: [0, 1, 2]")
     if not isinstance(values, list | str):
         raise UserError(f"{where}: give a list of values, or a text LOW:HIGH:N, got {values!r}")
     axis = axis_of(str(key), values, where)
@@ -256,6 +286,76 @@ def methods_of(content: dict[str, Any]) -> dict[str, Config]:
                 raise UserError(f"methods: {seen[identity]} and {name} are the same; leave one of them out")
             seen[identity] = name
     return methods
+
+
+# --- what only the protocol midrun has
+
+
+def midrun_keys(content: dict[str, Any], small: Growth, target: Growth) -> MidrunKeys:
+    """The keys of protocol midrun. Raises a UserError that names the one that is wrong."""
+    middle = content["middle"]
+    if not is_size(middle):
+        raise UserError(f"middle: give a width between {target.before} and {target.after}, got {middle!r}")
+    small_middle = in_proportion(middle, target.before, small.before)
+    if small_middle is None or not _is_between(middle, target):
+        raise UserError(
+            f"middle: give a width between {target.before} and {target.after} whose counterpart at the tuning size, "
+            f"{small.before}/{target.before} of it, is a whole number too; got {middle}"
+        )
+    shares = _shares("shares", content["shares"])
+    tuned_at = _shares("tuned_at", content.get("tuned_at", shares))
+    noises = named("noises", content["noises"], "{paper: {class_path: mupscale.AdditiveNoise, init_args: {std: 1.0}}}")
+    schedules = named("schedules", content.get("schedules", {"constant": {}}), "{constant: {}}")
+    budgets = content.get("budgets", list(BUDGETS))
+    known = isinstance(budgets, list) and bool(budgets) and set(map(str, budgets)) <= set(BUDGETS)
+    if not known or len(set(budgets)) < len(budgets):
+        raise UserError(f"budgets: give a list of {' and '.join(BUDGETS)}, or of one of them, got {budgets!r}")
+    timing_steps = content.get("timing_steps", TIMING_STEPS)
+    if type(timing_steps) is not int or timing_steps < 10:
+        raise UserError(f"timing_steps: give a whole number of at least 10, got {timing_steps!r}")
+    return MidrunKeys(middle, small_middle, shares, tuned_at, noises, schedules, budgets, timing_steps)
+
+
+def _is_between(width: Size, growth: Growth) -> bool:
+    lists = [numbers_in(each) for each in (growth.before, width, growth.after)]
+    if len({len(each) for each in lists}) > 1:
+        return False
+    if lists[1] in (lists[0], lists[2]):
+        return False  # which are compared anyway
+    return all(low <= each <= high for low, each, high in zip(*lists, strict=True))
+
+
+def _shares(key: str, shares: Any) -> list[float]:
+    """Shares of the budget, in order."""
+    if not isinstance(shares, list) or not shares or not all(type(each) is float and 0 < each < 1 for each in shares):
+        raise UserError(f"{key}: give shares of the budget between 0 and 1, such as [0.1, 0.5], got {shares!r}")
+    if len({f"{share:g}" for share in shares}) < len(shares):  # as folders are named
+        raise UserError(f"{key}: a share is given twice, got {shares}")
+    return sorted(shares)
+
+
+def named(key: str, table: Any, example: str) -> dict[str, Config]:
+    """Mappings by names that are names of folders, too."""
+    if not isinstance(table, dict) or not table:
+        raise UserError(f"{key}: give a mapping by name, such as {example}, got {table!r}")
+    for name, value in table.items():
+        if not isinstance(name, str):
+            raise UserError(f"{key}: YAML reads a name as {name!r}, which is no text; quote it")
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise UserError(f"{key}: a name is made of letters, digits, '-', '_' and '.', got {name!r}")
+        if not isinstance(value or {}, dict):
+            raise UserError(f"{key}.{name}: give a mapping, got {value!r}")
+    return {name: value or {} for name, value in table.items()}
+
+
+def stretched(schedule: Any, steps: int) -> Any:
+    """The configuration of a schedule for a run of so many steps: in it, `20%` is a fifth of them."""
+    if isinstance(schedule, dict):
+        return {key: stretched(item, steps) for key, item in schedule.items()}
+    if isinstance(schedule, list):
+        return [stretched(item, steps) for item in schedule]
+    share = SHARE_OF_STEPS.fullmatch(schedule) if isinstance(schedule, str) else None
+    return max(1, round(float(share[1]) / 100 * steps)) if share else schedule
 
 
 # --- checking
@@ -311,10 +411,9 @@ def check_midrun(description: Description) -> None:
     if trainer["max_steps"] in (None, -1) and trainer["max_epochs"] in (None, -1):
         raise UserError("config: trainer.max_steps, trainer.max_epochs: give the length of a run of the wide width")
     for name, overlay in keys.schedules.items():
-        config, cli = description.made(stretched(overlay, 1000))
+        _, cli = description.made(stretched(overlay, 1000))
         with refusals(f"schedules.{name}"):
             refuse_optimizers(cli.model, cli.trainer)
-        refuse_validated_schedule(f"schedules.{name}", config)
     tried = Tried()
     refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:", tried)
     for width in (keys.middle, keys.small_middle):
@@ -347,17 +446,3 @@ def refuse_growth(growth: Growth, cli: CLI) -> None:
         hints = Hints(depth=depth_between(narrow, wide, swap.depth), residual=residual)
         planned = swap.method.plan(narrow, wide, hints)
         swap.method.choose_noise(swap.noise, planned, narrow)
-
-
-def refuse_validated_schedule(where: str, config: Config) -> None:
-    """Raises a UserError for a schedule that follows validations: runs of midrun have one, at their end."""
-    schedule = config["model"]["init_args"].get("lr_scheduler")
-    if not schedule or class_name(schedule) != "ReduceLROnPlateau":
-        return
-    monitor = (schedule.get("init_args") or {}).get("monitor", "val/loss")  # torch's own has none
-    if monitor.startswith("val"):
-        raise UserError(
-            f"{where}: model.lr_scheduler: ReduceLROnPlateau monitors {monitor} at the end of every epoch, and runs of "
-            "protocol midrun validate only after their last step; use lightning.pytorch.cli.ReduceLROnPlateau with "
-            "monitor: train/loss, or another schedule"
-        )

@@ -178,10 +178,7 @@ class SweepPart(Part):
     @property
     def done(self) -> int:
         table = self.folder / "trials.csv"
-        if not table.exists():
-            return 0
-        with open(table) as file:
-            return len(list(csv.DictReader(file)))
+        return len(list(csv.DictReader(table.read_text().splitlines()))) if table.exists() else 0
 
     def trials(self) -> list[Trial]:
         self.sweep.begin()

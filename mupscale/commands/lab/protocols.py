@@ -10,8 +10,7 @@ from typing import Any
 
 from mupscale.commands.config import Config
 from mupscale.commands.lab.costs import CostPart
-from mupscale.commands.lab.file import Description, growing, of_width
-from mupscale.commands.lab.midrun_keys import stretched
+from mupscale.commands.lab.file import Description, growing, of_width, stretched
 from mupscale.commands.lab.parts import Part, RunPart, SweepPart
 from mupscale.commands.lab.space import Axis, Settings, grid
 from mupscale.commands.reporting.midrun import FIXED, Fixed
@@ -59,9 +58,8 @@ class Upscale(Protocol):
     def stages(self) -> Stages:
         before, after = (of_width(width) for width in (self.target.before, self.target.after))
         tuner = self._tuner()
-        bases: list[RunPart] = []
-        for seed in self.description.seeds:
-            bases.append(self.run("base", seed, partial(self._config, tuner, before), must_not_diverge=True))
+        base_config = partial(self._config, tuner, before)
+        bases = [self.run("base", seed, base_config, must_not_diverge=True) for seed in self.description.seeds]
         sweeps = {method: self._sweep_2(tuner, method) for method in self.description.methods or [""]}
         last: list[Part] = []
         for base in bases:  # seed by seed, so that an experiment that is stopped early has whole seeds to compare
@@ -85,7 +83,8 @@ class Upscale(Protocol):
             return self._config(tuner, grown, description.upscaled)
 
         axes, seeds = description.sweeps["sweep_2"], description.seeds[:1]
-        return self.sweep(of_method("sweep_2", method), axes, seeds, config, may_diverge=bool(method))
+        name = f"sweep_2/{method}" if method else "sweep_2"
+        return self.sweep(name, axes, seeds, config, may_diverge=bool(method))
 
     def _upscaled(self, tuner: RunPart | SweepPart, base: RunPart, method: str, sweep_2: SweepPart) -> RunPart:
         description = self.description
@@ -94,14 +93,11 @@ class Upscale(Protocol):
             grown = description.grown(self.target, base.checkpoint, method)
             return self._config(tuner, grown, description.upscaled, sweep_2.tuned)
 
-        return self.run(
-            of_method("upscale", method),
-            base.seed,
-            config,
-            details={"role": "upscale", "method": method} if method else {},
-            keeps_checkpoints=not method,  # of methods there are many runs, and nothing starts from them
-            is_left_out=lambda: sweep_2.has_no_best,
-        )
+        if not method:
+            return self.run("upscale", base.seed, config)
+        details = {"role": "upscale", "method": method}
+        options = {"details": details, "keeps_checkpoints": False, "is_left_out": lambda: sweep_2.has_no_best}
+        return self.run(f"upscale/{method}", base.seed, config, **options)  # nothing starts from these many runs
 
     def _config(self, tuner: RunPart | SweepPart, first: Config, *others: Config) -> Config:
         """The configuration of a run: with the best values of sweep 1, if there is one, over the first override."""
@@ -114,16 +110,15 @@ class Transfer(Protocol):
 
     def stages(self) -> Stages:
         description = self.description
-        bases: dict[str, list[Part]] = {}
-        for growth in description.growths:
-            bases[folder_name(growth.before)] = [self._base(growth.before, seed) for seed in description.seeds]
+        widths = {folder_name(growth.before): growth.before for growth in description.growths}
+        bases: list[Part] = [self._base(width, seed) for width in widths.values() for seed in description.seeds]
         sweeps: list[Part] = []
         for growth in description.growths:
             base = self.out / folder_name(growth.before) / "base" / "seed={seed}" / "checkpoints" / "last.ckpt"
             config = partial(description.config, description.grown(growth, base), description.upscaled)
             for name, axes in description.sweeps.items():
                 sweeps.append(self.sweep(f"{growth.name}/{name}", axes, description.seeds, config))
-        return [[part for parts in bases.values() for part in parts], sweeps]
+        return [bases, sweeps]
 
     def _base(self, width: Size, seed: int) -> RunPart:
         config = partial(self.description.config, of_width(width))
@@ -248,8 +243,3 @@ class Midrun(Protocol):
 
 
 PROTOCOLS: dict[str, type[Protocol]] = {"upscale": Upscale, "transfer": Transfer, "midrun": Midrun}
-
-
-def of_method(name: str, method: str) -> str:
-    """The name of a part that each method has by itself."""
-    return f"{name}/{method}" if method else name

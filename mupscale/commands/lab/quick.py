@@ -15,7 +15,6 @@ import numpy as np
 from mupscale.commands.config import Config, class_name
 from mupscale.commands.lab.file import Description
 from mupscale.commands.lab.space import Axis
-from mupscale.models.checkpoint import Width
 
 LEAST_WIDTH = 4
 STEPS, WARM_UP, EPOCHS, TIMING_STEPS = 10, 2, 2, 10
@@ -38,21 +37,21 @@ MODEL = {"layers": 2, "heads": 2, "head_dim": 2, "vocabulary": 4096, "context": 
 def quick_content(description: Description, out: Path) -> dict[str, Any]:
     """The content of the file of a tiny version of an experiment, which will be in the folder `out`."""
     answer = deepcopy(description.content)
-    divisor = divisor_of(widths_in(answer))
-    for key in ("small", "target", "middle", "growths"):
-        if key in answer:
-            answer[key] = divided(answer[key], divisor)
+    sizes = [key for key in ("small", "target", "middle", "growths") if key in answer]
+    divisor = divisor_of(widths_in([answer[key] for key in sizes]))
+    for key in sizes:
+        answer[key] = divided(answer[key], divisor)
     if "growths" in answer:
         answer["growths"] = answer["growths"][:2]
     answer["seeds"] = description.seeds[:1]
     tables = answer["sweeps"] if description.protocol == "transfer" else answer
     for name, axes in description.sweeps.items():
-        tables[name] = one_trial(axes) if description.methods and name == "sweep_2" else two_trials(axes)
+        tables[name] = few_trials(axes, one=bool(description.methods) and name == "sweep_2")
     if description.midrun is not None:
         shares = description.midrun.shares
         answer["shares"] = answer["tuned_at"] = [shares[len(shares) // 2]]
-        answer["noises"] = last_of(description.midrun.noises)
-        answer["schedules"] = shortened(last_of(description.midrun.schedules))
+        answer["noises"] = dict([[*description.midrun.noises.items()][-1]])
+        answer["schedules"] = shortened(dict([[*description.midrun.schedules.items()][-1]]))
         answer["timing_steps"] = TIMING_STEPS
     files = answer["config"] if isinstance(answer["config"], list) else [answer["config"]]
     answer["config"] = [*files, overlay(description.common, divisor, out)]
@@ -62,22 +61,11 @@ def quick_content(description: Description, out: Path) -> dict[str, Any]:
 # --- widths and grids
 
 
-def widths_in(content: dict[str, Any]) -> list[int]:
-    """All numbers that are widths."""
-    found: list[int] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, list):
-            for item in value:
-                collect(item)
-        elif isinstance(value, dict):
-            collect(value["width"])
-        elif value is not None:
-            found.append(value)
-
-    for key in ("small", "target", "middle", "growths"):
-        collect(content.get(key))
-    return found
+def widths_in(value: Any) -> list[int]:
+    """All numbers that are widths in a size, or in a list of sizes."""
+    if isinstance(value, list):
+        return [width for each in value for width in widths_in(each)]
+    return widths_in(value["width"]) if isinstance(value, dict) else [value]
 
 
 def divisor_of(widths: list[int]) -> int:
@@ -97,19 +85,11 @@ def divided(width: Any, divisor: int) -> Any:
     return [divided(each, divisor) for each in width] if isinstance(width, list) else width // divisor
 
 
-def last_of(table: dict[str, Config]) -> dict[str, Config]:
-    return dict([list(table.items())[-1]])
-
-
-def two_trials(axes: list[Axis]) -> dict[str, list[Any]]:
-    """A grid of the first axis' first and last value, and one value of each of the others, in the middle."""
-    first, *others = axes
-    return {first.key: list(first.values[:1] + first.values[1:][-1:]), **one_trial(others)}
-
-
-def one_trial(axes: list[Axis]) -> dict[str, list[Any]]:
-    """A grid of one value of each axis, in the middle."""
-    return {axis.key: list(axis.values[len(axis.values) // 2 :][:1]) for axis in axes}
+def few_trials(axes: list[Axis], *, one: bool) -> dict[str, list[Any]]:
+    """A grid of one value of each axis, in the middle; unless it has `one` trial, the first axis' first and last."""
+    answer = {axis.key: [axis.values[len(axis.values) // 2]] for axis in axes}
+    first = axes[0].values
+    return answer if one else {**answer, axes[0].key: [*first[:1], *first[1:][-1:]]}
 
 
 # --- the configuration
@@ -124,7 +104,7 @@ def overlay(common: Config, divisor: int, out: Path) -> Config:
     schedule = model.get("lr_scheduler")
     smaller: Config = {name: value for name, value in MODEL.items() if model.get(name) is not None}
     if "base_width" in model:
-        smaller["base_width"] = smaller_base(model["base_width"], divisor, even="heads" in model)
+        smaller["base_width"] = smaller_base(model["base_width"], divisor, 2 if "heads" in model else 1)
     if schedule:
         smaller["lr_scheduler"] = shortened(schedule)
     trainer = trainer_overlay(common["trainer"])
@@ -171,14 +151,11 @@ def trainer_overlay(trainer: Config) -> Config:
     return answer
 
 
-def smaller_base(width: Width, divisor: int, even: bool) -> Width:
-    """A base width divided as the widths are; at least 1, or even, as two heads need it."""
-    least = 2 if even else 1
-
-    def smaller(one: int) -> int:
-        return max(least, one // divisor // least * least)
-
-    return [smaller(each) for each in width] if isinstance(width, list) else smaller(width)
+def smaller_base(width: Any, divisor: int, least: int) -> Any:
+    """A base width divided as the widths are; a multiple of `least`: even, as two heads need it, or 1."""
+    if isinstance(width, list):
+        return [smaller_base(each, divisor, least) for each in width]
+    return max(least, width // divisor // least * least)
 
 
 def write_images(folder: Path) -> None:

@@ -32,7 +32,6 @@ PROGRESS_SECONDS = 60.0
 PATIENCE = 60.0
 """Seconds that another process has to leave a folder: one whose driver was killed ends after its current step."""
 
-
 NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")
 """Arguments of optimizers that may differ within a stack."""
 
@@ -79,10 +78,14 @@ class Run:
         return newest_checkpoint(self.folder) if (self.folder / "config.yaml").exists() else (None, {})
 
     def make(self, pattern: Pattern | None = None) -> "Result":
-        """Makes or resumes the run; prints its progress if it is long. `pattern` is that of similar configurations."""
+        """Fits or resumes the run; prints its progress if it is long. `pattern` is that of similar configurations."""
         torch.compiler.reset()  # dynamo stops compiling after a few networks
-        with progress(self.name):
-            result = fit_run(self, pattern)
+        start = time.monotonic()
+        result = self.result_of_others()
+        if result is None:
+            with progress(self.name), open_run(self, pattern) as cli:
+                cli.run_subcommand()
+            result = record_run(self, cli, time.monotonic() - start)
         free_memory()
         return result
 
@@ -112,17 +115,6 @@ def ending_of(runs: Iterable[Any], find: Callable[[Any], Result | None]) -> list
         if math.isinf(result[0]):
             break
     return answer
-
-
-def fit_run(run: Run, pattern: Pattern | None = None) -> Result:
-    """Fits or resumes a run. `pattern` is that of similar configurations."""
-    start = time.monotonic()
-    known = run.result_of_others()
-    if known is not None:
-        return known
-    with open_run(run, pattern) as cli:
-        cli.run_subcommand()
-    return record_run(run, cli, time.monotonic() - start)
 
 
 @contextmanager
@@ -163,7 +155,8 @@ def open_stacked(
 
 def record_run(run: Run, cli: CLI, seconds: float) -> Result:
     """Writes the result of a run that has ended."""
-    return record(run.folder, {"value": metric_of(cli), "seconds": seconds, **cli.results.numbers(cli.trainer)})
+    value = callbacks_in(cli.trainer, TrialMetric)[0].value
+    return record(run.folder, {"value": value, "seconds": seconds, **cli.results.numbers(cli.trainer)})
 
 
 def claim_when_free(folder: Path) -> Claim:
@@ -208,10 +201,6 @@ def with_run(config: Config, metric: str, seed: int, folder: Path) -> Config:
     judge = {"class_path": f"{TrialMetric.__module__}.{TrialMetric.__qualname__}", "init_args": {"metric": metric}}
     answer["trainer"]["callbacks"] = [*(answer["trainer"]["callbacks"] or []), judge]
     return answer
-
-
-def metric_of(cli: CLI) -> float:
-    return callbacks_in(cli.trainer, TrialMetric)[0].value
 
 
 def likeness(config: Config) -> str:

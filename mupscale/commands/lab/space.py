@@ -1,12 +1,13 @@
-"""What a sweep varies: axes over values of a configuration, and the points of their grid."""
+"""What a sweep varies: axes over values of a configuration, and the points of their grid, or of Optuna's draws."""
 
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -14,10 +15,11 @@ from mupscale.commands.config import Config, Point, brief, number_in
 from mupscale.data_files import DECIMAL, yaml_of
 from mupscale.errors import UserError
 
-_NUMBER = r"[-+]?[\d.][\d._eE+-]*"
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
 
-RANGE_IN_LIST = re.compile(rf"(?:^|[\s,\[])({_NUMBER}(?::{_NUMBER})+)(?=$|[\s,\]])")
-"""Numbers with colons between them. YAML 1.1 would read whole ones as a number to the base 60: 1:30 is 90."""
+_NUMBERS = re.compile(r"'([-+\d._eE]+(?::[-+\d._eE]+)+)'")
+"""A text of numbers with colons between them. YAML 1.1 reads it as a number to the base 60: 1:30 is 90."""
 
 MOST_LEVELS = 1000
 """How many values of one key a grid may have: each is a run."""
@@ -98,26 +100,22 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
     if not re.fullmatch(r"\w+(\.\w+)*", key):
         raise UserError(f"{where}: {key!r} is not a key of a configuration, such as model.optimizer.lr")
     if key == "seed_everything":
-        raise UserError(f"{where}: seeds are not an axis, because their mean decides; give --seeds {listed}")
+        raise UserError(f"{where}: seeds are not an axis, because their mean decides; give --seeds, or the key seeds")
     if isinstance(listed, str):
         span = re.fullmatch(r"([^,:\[\]]+):([^,:\[\]]+)(?::(\d+))?", listed)
         if span:
             return _spanned(where, key, *span.groups())
-        if span := RANGE_IN_LIST.search(listed):
-            raise UserError(
-                f"{where}: {span[1]} is not a value. A range LOW:HIGH:N has no other values beside it; quote it if it "
-                f"is a text: '{span[1]}'"
-            )
         try:
-            listed = _read(f"[{listed}]")
+            listed = yaml_of(f"[{listed}]", DECIMAL)  # 1e-3 is a number, 2026-01-31 and 010 are texts
         except yaml.YAMLError as error:
             raise UserError(f"{where}: the values cannot be read; separate them by commas") from error
-    elif spans := [value for value in listed if isinstance(value, str) and RANGE_IN_LIST.fullmatch(value)]:
-        raise UserError(f"{where}: {spans[0]} is not a value. A range LOW:HIGH:N stands alone, without a list")
     values = tuple(number_in(value) for value in listed)
     if not values:
         raise UserError(f"{where}: the grid is empty, give at least one value for {key}")
-    _refuse_non_finite(where, values)
+    if found := _NUMBERS.search(repr(values)):
+        raise UserError(f"{where}: {found[1]} is not a value; a range LOW:HIGH:N has no other values beside it")
+    if any(isinstance(value, float) and not math.isfinite(value) for value in values):
+        raise UserError(f"{where}: values must be finite; remove those that are not")
     if any(value in values[:index] for index, value in enumerate(values)):
         raise UserError(f"{where}: a value is given twice")
     return Axis(key, values)
@@ -125,12 +123,11 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
 
 def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Axis:
     try:
-        ends = number_in(_read(low)), number_in(_read(high))
+        ends = number_in(yaml_of(low, DECIMAL)), number_in(yaml_of(high, DECIMAL))
     except yaml.YAMLError as error:
         raise UserError(f"{where}: the range cannot be read; give LOW:HIGH:N, or values in a list") from error
-    if not all(isinstance(end, int | float) and end > 0 for end in ends) or not ends[0] < ends[1]:
-        raise UserError(f"{where}: a range LOW:HIGH needs 0 < LOW < HIGH, because it is even by ratio")
-    _refuse_non_finite(where, ends)
+    if not all(isinstance(end, int | float) and end > 0 for end in ends) or not ends[0] < ends[1] < math.inf:
+        raise UserError(f"{where}: a range LOW:HIGH needs 0 < LOW < HIGH, finite, because it is even by ratio")
     if count is None:
         return Axis(key, bounds=ends)
     if not 2 <= int(count) <= MOST_LEVELS:
@@ -139,17 +136,6 @@ def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Ax
     values = [float(f"{ends[0] * ratio**index:.6g}") for index in range(int(count))]
     whole = all(isinstance(end, int) for end in ends)  # 2:16:4 may be layers
     return Axis(key, tuple(int(value) if whole and value.is_integer() else value for value in values))
-
-
-def _read(text: str) -> Any:
-    """A value as in the file of an experiment: 1e-3 is a number, 2026-01-31 and 010 are texts."""
-    return yaml_of(text, DECIMAL)
-
-
-def _refuse_non_finite(where: str, values: tuple[Any, ...]) -> None:
-    for value in values:
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{where}: values must be finite, got {value}; remove it")
 
 
 def refuse_seeds(where: str, seeds: list[int]) -> None:
@@ -173,3 +159,59 @@ def grid(axes: list[Axis]) -> Iterator[Point]:
 def point_text(point: Point, names: dict[str, str]) -> str:
     """A point in words: `lr=0.01, std=0.5`."""
     return ", ".join(f"{names[key]}={brief(value)}" for key, value in point.items())
+
+
+# --- points that Optuna draws
+
+Parameters = dict[str, Any]
+"""A point as Optuna has it: with all digits, and lists and dictionaries as text."""
+
+
+def draw(
+    axes: list[Axis], sampler: Literal["random", "tpe"], cell: int, before: list[tuple[Parameters, float | None]]
+) -> Parameters:
+    """The parameters of a cell, which seeds the draw, in a study of its own.
+
+    `before` are the parameters of the trials before it, and their metrics; None if they are not known yet.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    distributions = {axis.key: distribution(axis) for axis in axes}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        chooser: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(cell)
+        if sampler == "tpe":
+            chooser = optuna.samplers.TPESampler(seed=cell, constant_liar=True)
+        study = optuna.create_study(sampler=chooser)
+        for parameters, value in before:
+            state = optuna.trial.TrialState.RUNNING if value is None else optuna.trial.TrialState.COMPLETE
+            study.add_trial(
+                optuna.trial.create_trial(state=state, value=value, params=parameters, distributions=distributions)
+            )
+        return study.ask(distributions).params
+
+
+def distribution(axis: Axis) -> "BaseDistribution":
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if axis.bounds is None:
+        return CategoricalDistribution([encode(value) for value in axis.values])
+    low, high = axis.bounds
+    return IntDistribution(int(low), int(high), log=True) if axis.is_whole else FloatDistribution(low, high, log=True)
+
+
+def encode(value: Any) -> Any:
+    """A value of an axis in a form that Optuna accepts: lists and dictionaries as text."""
+    return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
+
+
+def point_of(axes: list[Axis], parameters: Parameters) -> Point:
+    """The point of these parameters. Raises a KeyError or a StopIteration if they are not of these axes."""
+
+    def decode(axis: Axis, stored: Any) -> Any:
+        if axis.bounds is None:
+            return next(value for value in axis.values if encode(value) == stored)
+        return stored if axis.is_whole else float(f"{stored:.6g}")
+
+    return {axis.key: decode(axis, parameters[axis.key]) for axis in axes}

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,10 @@ from mupscale.commands.config import (
     class_name,
     labels,
     read_json,
-    refuse_difference,
 )
-from mupscale.commands.lab.execution import is_begun
+from mupscale.commands.lab.execution import refuse_folder
 from mupscale.commands.lab.run import Result, Run, Trial, ending_of, result_of, with_run
-from mupscale.commands.lab.space import Outcome, Settings, grid, point_text
+from mupscale.commands.lab.space import Outcome, Settings, draw, grid, point_of, point_text
 from mupscale.commands.lab.sweep_figures import draw_sweep
 from mupscale.commands.lab.trial import drop_checkpoints, folder_name
 from mupscale.commands.run_folder import RESULT
@@ -55,14 +55,8 @@ class Sweep:
         self.out, self.settings, self.name = out, settings, name
         self.labels = labels([axis.key for axis in settings.axes])
         self._results: dict[Path, Result] = {}
-        if out.exists() and not out.is_dir():
-            raise UserError(f"--out {out} is a file; name a folder for the sweep")
         refuse_links(out, POINTS)
-        path = out / "sweep.json"
-        if path.exists():
-            refuse_difference(read_json(path), settings.description(), f"--out {out} holds another sweep")
-        elif out.is_dir() and any(out.iterdir()) and not is_begun(out):
-            raise UserError(f"--out {out} is not empty and has no sweep; name a new folder")
+        refuse_folder(out, "sweep", settings.description())
 
     def begin(self) -> None:
         """Writes sweep.json."""
@@ -77,12 +71,10 @@ class Sweep:
         """The points by cell; of a sweep that draws them, those that it has drawn."""
         if self.settings.sampler == "grid":
             return list(grid(self.settings.axes))
-        from mupscale.commands.lab.draws import point_of
-
-        path = self.out / POINTS
         try:
             return [point_of(self.settings.axes, each) for each in self._drawn()]
         except (LookupError, TypeError, ValueError, StopIteration) as error:
+            path = self.out / POINTS
             raise UserError(f"{path} is not of this sweep ({error!r}); delete it, or name a new folder") from error
 
     def _drawn(self) -> list[dict[str, object]]:
@@ -91,8 +83,6 @@ class Sweep:
 
     def _draw(self, count: int) -> None:
         """Draws points until there are so many. Those of a TPE follow the results of the finished trials."""
-        from mupscale.commands.lab.draws import draw
-
         assert self.settings.sampler != "grid"
         known = {outcome.cell: outcome.value for outcome in self.outcomes}
         drawn = self._drawn()
@@ -186,7 +176,7 @@ class Sweep:
         seeds = [f"seed {seed}" for seed in self.settings.seeds] if len(self.settings.seeds) > 1 else []
         rows = []
         for outcome in self.outcomes:
-            row = {"trial": outcome.cell, **outcome.point, self.settings.metric: value_text(outcome.value)}
+            row = {"trial": outcome.cell, **outcome.point, self.settings.metric: outcome.value}
             row |= seed_cells(seeds, outcome.values)
             run = outcome.runs[0].relative_to(self.out)
             rows.append({**row, "seconds": f"{outcome.seconds:.1f}", "run": run})
@@ -246,22 +236,19 @@ class Sweep:
                 if callback is swap:
                     own["noise"] = recorded
         if arguments:
-            tuned["callback_args"] = {name: for_all(given) for name, given in arguments.items()}
+            # once, if all callbacks of a class have the same; otherwise in a list, one by one
+            tuned["callback_args"] = {
+                name: given[0] if all(own == given[0] for own in given) else given for name, given in arguments.items()
+            }
         return tuned
 
 
 # --- metrics
 
 
-def value_text(value: float) -> str:
-    """A metric as tables have it: all its digits, or "diverged"."""
-    return repr(value) if math.isfinite(value) else "diverged"
-
-
-def seed_cells(seeds: list[str], values: list[float]) -> dict[str, str]:
+def seed_cells(seeds: list[str], values: list[float]) -> dict[str, float | str]:
     """The metric of each seed; seeds after one that diverged are not run."""
-    texts = [value_text(value) for value in values]
-    return dict(zip(seeds, texts + [""] * (len(seeds) - len(texts)), strict=False))
+    return dict(zip_longest(seeds, values[: len(seeds)], fillvalue=""))
 
 
 def checked_metric(metric: Any) -> str:
@@ -296,11 +283,6 @@ def without_nulls(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: without_nulls(item) for key, item in value.items() if item is not None}
-
-
-def for_all(given: list[Config]) -> Config | list[Config]:
-    """The arguments of the callbacks of a class: once if all have the same, otherwise in a list, one by one."""
-    return given[0] if all(own == given[0] for own in given) else given
 
 
 def signal_swap(config: Config) -> Config | None:

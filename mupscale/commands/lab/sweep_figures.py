@@ -24,9 +24,8 @@ def draw_sweep(out: Path, settings: Settings, outcomes: list[Outcome], best: Out
     values = [outcome.value for outcome in outcomes]
     if len(axes) == 1:
         key = axes[0].key
-        paths = figures.profile(
-            out / "profile", [level(outcome.point[key]) for outcome in outcomes], values, key, label
-        )
+        levels = [level(outcome.point[key]) for outcome in outcomes]
+        paths = figures.profile(out / "profile", levels, values, key, label)
     else:
         x, y = axes if len(axes) == 2 else most_influential(axes, outcomes)
         label = f"{label} (best over {len(axes) - 2} more)" if len(axes) > 2 else label
@@ -106,10 +105,6 @@ def mean_curve(curves: list[list[tuple[int, float]]]) -> tuple[list[float], list
     tables = [dict(curve) for curve in curves]
     steps = sorted(set.intersection(*(set(table) for table in tables)))
     size = max(1, math.ceil(len(steps) / POINTS))
-    x: list[float] = []
-    y: list[float] = []
-    for start in range(0, len(steps), size):
-        group = steps[start : start + size]
-        x.append(statistics.fmean(group))
-        y.append(statistics.fmean(table[step] for step in group for table in tables))
-    return x, y
+    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
+    y = [statistics.fmean(table[step] for step in group for table in tables) for group in groups]
+    return [statistics.fmean(group) for group in groups], y

@@ -1,17 +1,18 @@
-"""The results of the protocol transfer: whether optima stay the same as the width grows."""
+"""The results of protocol transfer: whether optima stay the same as the width grows, and by which power they move."""
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mupscale.atomic import write_text
 from mupscale.commands import figures
 from mupscale.commands.config import brief
-from mupscale.commands.lab.drift import Drift, drift_of
 from mupscale.commands.lab.file import Description
-from mupscale.commands.lab.sweep import Sweep, seed_cells, value_text
+from mupscale.commands.lab.sweep import Sweep, seed_cells
 from mupscale.commands.lab.sweep_figures import in_order, metric_label
 from mupscale.commands.reporting.compare import chosen_without_seed, is_edge
 from mupscale.commands.widths import Growth, width_number
@@ -25,6 +26,81 @@ STAYS = 1
 
 ABOVE = 3
 """The figure is cut off at this multiple of the worst optimum."""
+
+
+class Optimum(NamedTuple):
+    """The value at which a curve over a grid is lowest. At the edge of the grid the true optimum may lie beyond it."""
+
+    value: float
+    at_edge: bool
+
+
+class Drift(NamedTuple):
+    """The optimum is proportional to width^exponent. `error` is one standard error; NaN if it is unknown."""
+
+    exponent: float
+    error: float
+    error_from: str
+    """The source of the error: the seeds, or the fit of a line through the optima."""
+    optima: list[Optimum]
+    """By width."""
+
+    def __str__(self) -> str:
+        return f"{self.power}, {'of unknown error' if math.isnan(self.error) else f'by {self.error_from}'}"
+
+    @property
+    def power(self) -> str:
+        exponent = f"{round(self.exponent, 2) + 0.0:.2f}"  # never -0.00
+        return f"width^{exponent}" if math.isnan(self.error) else f"width^({exponent} ± {self.error:.2f})"
+
+    @property
+    def at_edge(self) -> int:
+        return sum(optimum.at_edge for optimum in self.optima)
+
+
+def optimum_of(levels: Sequence[float], losses: Sequence[float]) -> Optimum:
+    """The lowest point of the parabola through the best point and its neighbours, over the logarithm of the levels.
+
+    >>> optimum_of([1, 2, 4], [1.0, 0.0, 1.0])
+    Optimum(value=2.0, at_edge=False)
+    """
+    best = min(range(len(levels)), key=lambda index: losses[index])
+    around = range(best - 1, best + 2)
+    if best in (0, len(levels) - 1) or not all(math.isfinite(losses[index]) for index in around):
+        return Optimum(levels[best], True)  # beside a run that diverged it is at the edge of what trains
+    x = [math.log(levels[index]) for index in around]
+    y = [losses[index] for index in around]
+    left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    curvature = (right - left) / (x[2] - x[0])
+    if curvature <= 0:
+        return Optimum(levels[best], False)  # all three are equal
+    return Optimum(math.exp((x[0] + x[1]) / 2 - left / (2 * curvature)), False)
+
+
+def drift_of(widths: Sequence[float], levels: Sequence[float], curves: Sequence[Sequence[Sequence[float]]]) -> Drift:
+    """The drift of the optimum over the widths. `curves` are losses by width, seed and level; infinite if diverged."""
+    means = [[statistics.fmean(each) for each in zip(*of_seeds, strict=True)] for of_seeds in curves]
+    optima = [optimum_of(levels, losses) for losses in means]
+    exponent, error = line(widths, optima)
+    seeds = len(curves[0])
+    if seeds == 1:
+        return Drift(exponent, error, "the residuals of the fit, one seed", optima)
+    slopes = []
+    for seed in range(seeds):
+        slopes.append(line(widths, [optimum_of(levels, of_seeds[seed]) for of_seeds in curves])[0])
+    return Drift(exponent, statistics.stdev(slopes) / math.sqrt(seeds), f"{seeds} seeds", optima)
+
+
+def line(widths: Sequence[float], optima: Sequence[Optimum]) -> tuple[float, float]:
+    """The slope of the logarithm of the optima over that of the widths, and its standard error; NaN of two widths."""
+    x = [math.log(width) for width in widths]
+    y = [math.log(optimum.value) for optimum in optima]
+    fit = statistics.linear_regression(x, y)
+    residuals = [b - fit.slope * a - fit.intercept for a, b in zip(x, y, strict=True)]
+    spread = sum((a - statistics.fmean(x)) ** 2 for a in x)
+    freedom = len(x) - 2
+    error = math.sqrt(sum(r * r for r in residuals) / freedom / spread) if freedom else math.nan
+    return fit.slope, error
 
 
 @dataclass(frozen=True)
@@ -137,13 +213,11 @@ def write_transfer(out: Path, description: Description, sweeps: dict[str, Sweep]
             outcomes = sweeps[f"{growth.name}/{name}"].outcomes
             curves.append(WidthCurve(growth, {outcome.point[axis.key]: outcome.values for outcome in outcomes}))
         panels.append(Panel(name, axis.key, in_order(axis), curves))
-    tables = {out / "transfer.csv": trial_rows(panels, description), out / "drift.csv": drift_rows(panels)}
-    heads = {out / "drift.csv": DRIFT_HEAD}
-    for path, rows in tables.items():
-        write_text(path, as_csv(rows, heads.get(path, ())))
+    write_text(out / "transfer.csv", as_csv(trial_rows(panels, description)))
+    write_text(out / "drift.csv", as_csv(drift_rows(panels), DRIFT_HEAD))
     paths = draw(out / "transfer", panels, metric_label(description.metric))
     lines = [line for panel in panels for line in (panel.verdict(), panel.drift_sentence())]
-    return [*lines, f"wrote {', '.join(str(path) for path in [*tables, *paths])}"]
+    return [*lines, f"wrote {', '.join(map(str, [out / 'transfer.csv', out / 'drift.csv', *paths]))}"]
 
 
 def trial_rows(panels: list[Panel], description: Description) -> list[dict[str, Any]]:
@@ -153,7 +227,7 @@ def trial_rows(panels: list[Panel], description: Description) -> list[dict[str, 
     for panel in panels:
         for curve in panel.curves:
             for level in panel.levels:
-                row = {**row_head(panel, curve), "value": level, description.metric: value_text(curve.mean(level))}
+                row = {**row_head(panel, curve), "value": level, description.metric: curve.mean(level)}
                 row |= seed_cells(seeds, curve.values[level])
                 rows.append({**row, "optimum": "*" if level == curve.optimum else ""})
     return rows

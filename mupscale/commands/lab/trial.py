@@ -1,4 +1,4 @@
-"""A trial of a sweep: ordinary runs of one configuration, one for each seed."""
+"""The configuration of a trial: what all trials have in common, and whether `fit` refuses the values of a sweep."""
 
 import json
 import re
@@ -84,42 +84,29 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str, tried: Tried | 
     Each value is tried by itself. Those of an upscale are tried a second time in a trial of the sweep, whose growth is
     planned: whether a width or a method fits depends on the other axes.
 
-    Args:
-        config: The configuration.
-        axes: The axes of the sweep.
-        where: What messages start with.
-        tried: What was tried for other sweeps of the same experiment.
+    `tried` is what was tried for other sweeps of the same experiment.
     """
     tried = Tried() if tried is None else tried
     grown = [axis for axis in axes if _changes_growth(axis.key)]
-    for axis in axes:
-        for value in samples(axis):
-            growing = axes == grown == [axis]
-            _refuse_point(config, {axis.key: value}, axis, value, where, tried, growing=growing)
     first = {axis.key: samples(axis)[0] for axis in axes}
-    for axis in grown if len(axes) > 1 else ():
-        for value in samples(axis):
-            _refuse_point(config, {**first, axis.key: value}, axis, value, where, tried, growing=True)
+    points = [(axis, value, {axis.key: value}, axes == grown == [axis]) for axis in axes for value in samples(axis)]
+    if len(axes) > 1:
+        points += [(axis, value, {**first, axis.key: value}, True) for axis in grown for value in samples(axis)]
+    for axis, value, point, growing in points:
+        try:
+            changed = at(config, point)
+        except UserError as error:
+            raise UserError(f"{where} {error}") from error
+        try:
+            tried.refuse(changed, growing)
+        except UserError as error:
+            raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
 
 
 def _changes_growth(key: str) -> bool:
     callback, rest = callback_key(key)
     of_growth = ("method", "noise", "width", "layers", "depth")
     return callback == UpscaleCallback.__name__ and "".join(rest[:1]) in of_growth
-
-
-def _refuse_point(
-    config: Config, point: Point, axis: Axis, value: Any, where: str, tried: Tried, growing: bool
-) -> None:
-    """UserError, which names the axis and its value, if `fit` would refuse the model at a point, or its growth."""
-    try:
-        changed = at(config, point)
-    except UserError as error:
-        raise UserError(f"{where} {error}") from error
-    try:
-        tried.refuse(changed, growing)
-    except UserError as error:
-        raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
 
 
 def samples(axis: Axis) -> list[Any]:

@@ -80,12 +80,7 @@ class Workers:
     """Makes as many jobs at a time as there are workers. They are started as they are needed."""
 
     def __init__(self, slots: int, gpus: list[str], seen: list[int]) -> None:
-        """
-        Args:
-            slots: The number of workers.
-            gpus: The GPUs that they use in turn; none for the CPU.
-            seen: The signals that have asked this process to end.
-        """
+        """`slots` workers use the `gpus` in turn, or the CPU; `seen` are the signals that ask this process to end."""
         self.slots, self._gpus, self._seen = slots, gpus, seen
         self._workers: dict[int, Worker] = {}
 
@@ -94,13 +89,11 @@ class Workers:
         return sum(worker.job is not None for worker in self._workers.values()) < self.slots
 
     def submit(self, job: Job) -> None:
-        free = next(index for index in range(self.slots) if self._is_free(index))
+        busy = [index for index, worker in self._workers.items() if worker.job is not None]
+        free = next(index for index in range(self.slots) if index not in busy)
         if free not in self._workers:
             self._workers[free] = Worker(worker_environment(free, self.slots, self._gpus))
         self._workers[free].submit(job)
-
-    def _is_free(self, index: int) -> bool:
-        return index not in self._workers or self._workers[index].job is None
 
     def wait(self) -> list[Ending]:
         raise_for(self._seen)
