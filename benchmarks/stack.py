@@ -24,8 +24,8 @@ from benchmarks.harness import Row, clear_memory, peak_gb, rate, run
 from mupscale.commands.config import Config, at
 from mupscale.commands.configured import described
 from mupscale.commands.lab.run import Run, open_stacked, with_run, without_announcements
+from mupscale.commands.lab.space import for_trials
 from mupscale.commands.lab.stack_loop import StackLoop
-from mupscale.commands.lab.trial import for_trials
 from mupscale.commands.pattern import Pattern
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable

@@ -21,7 +21,7 @@ from mupscale.errors import needs_extra
 from mupscale.text_tables import table
 
 if TYPE_CHECKING:
-    from mupscale.commands.lab.experiments import Experiment
+    from mupscale.commands.lab.protocols import Experiment
 
 EPILOG = """All other options are those of fit, and override the configuration of every run (--data.data_dir=…,
 --trainer.max_epochs=40). More in docs/experiments.md."""
@@ -60,8 +60,8 @@ def parser() -> ArgumentParser:
 
 def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
     with without_collections():
-        from mupscale.commands.lab.experiments import Experiment
         from mupscale.commands.lab.file import check, description_of, read
+        from mupscale.commands.lab.protocols import Experiment
         from mupscale.commands.lab.quick import quick_content
         from mupscale.commands.lab.run import claim_when_free, without_announcements
 

@@ -96,9 +96,8 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     """The settings of a command line. Raises a UserError for every mistake that can be found without a run."""
     from mupscale.commands.configured import described
-    from mupscale.commands.lab.space import Settings, grid, parsed_axis
+    from mupscale.commands.lab.space import Settings, for_trials, grid, parsed_axis, refuse_invalid
     from mupscale.commands.lab.sweep import checked_metric, signal_swap
-    from mupscale.commands.lab.trial import for_trials, refuse_invalid
 
     axes = [parsed_axis(text) for text in options.sweep]
     refuse_axes(options, axes)

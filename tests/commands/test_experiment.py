@@ -25,9 +25,9 @@ from tiers import slow_except
 from mupscale.__main__ import main
 from mupscale.commands.lab import workers as lab_workers
 from mupscale.commands.lab.driver import Driver, Job
-from mupscale.commands.lab.experiments import Experiment
 from mupscale.commands.lab.file import Description, Growth, check, growths_of, read
 from mupscale.commands.lab.parts import SweepPart
+from mupscale.commands.lab.protocols import Experiment
 from mupscale.commands.lab.run import Run, Trial, result_of
 from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.lab.transfer import Panel, WidthCurve, draw, visible_range

@@ -15,9 +15,9 @@ from paths import ROOT
 from synthetic_runs import Page, base, epochs, report, scratch, upscale, upscaled, write_run
 
 from mupscale.commands import figures
-from mupscale.commands.lab.experiments import Experiment, trials_of
 from mupscale.commands.lab.file import read
 from mupscale.commands.lab.parts import RunPart, SweepPart
+from mupscale.commands.lab.protocols import Experiment, trials_of
 from mupscale.commands.lab.run import Trial
 from mupscale.commands.reporting.draw import draw_ends
 from mupscale.methods import METHODS
@@ -112,7 +112,7 @@ def swap_of(trial: Trial) -> dict[str, Any]:
 def test_each_method_grows_the_target_with_its_own_best_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is trained. All trials of one method diverge, and so it has no runs at the target size."""
     monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
-    monkeypatch.setattr("mupscale.commands.lab.experiments.check", lambda description: None)
+    monkeypatch.setattr("mupscale.commands.lab.protocols.check", lambda description: None)
     whole = Experiment(Path("o"), read(Path(file()), []))
     whole.begin(["command"])
     for part in whole.parts[:3]:

@@ -19,9 +19,9 @@ from synthetic_runs import mlp_flops, write_run
 from mupscale.__main__ import main
 from mupscale.commands import figures
 from mupscale.commands.lab.costs import Costs, StepClock, batches_of, budget_steps, measured, read_costs
-from mupscale.commands.lab.experiments import Experiment
 from mupscale.commands.lab.file import MidrunKeys, midrun_keys, read, stretched
 from mupscale.commands.lab.parts import RunPart
+from mupscale.commands.lab.protocols import Experiment
 from mupscale.commands.lab.run import result_of
 from mupscale.commands.reporting.draw import curve_of, ends_of, lines_of
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
@@ -261,7 +261,7 @@ def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
 @pytest.mark.slow
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
-    for module in ("file", "experiments"):  # the test of all shipped files has it, and it takes seconds
+    for module in ("file", "protocols"):  # the test of all shipped files has it, and it takes seconds
         monkeypatch.setattr(f"mupscale.commands.lab.{module}.check", lambda description: None)
     main(["experiment", file(midrun()), "--out", "o", "--plan"])
     plan = capfd.readouterr().out

@@ -40,7 +40,7 @@ def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
     monkeypatch.setattr(figures, "save", blank_figures.save)
-    monkeypatch.setattr("mupscale.commands.lab.experiments.check", lambda description: None)
+    monkeypatch.setattr("mupscale.commands.lab.protocols.check", lambda description: None)
 
 
 KEPT = ("methods_quickstart", "transfer_gpt2_reduced")

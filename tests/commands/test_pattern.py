@@ -11,8 +11,7 @@ from command_line import small, upscale
 from mupscale.commands.cli import Parser, parsed
 from mupscale.commands.config import Config, at, temporary_file
 from mupscale.commands.configured import described
-from mupscale.commands.lab.space import Axis
-from mupscale.commands.lab.trial import Tried, for_trials, refuse_invalid
+from mupscale.commands.lab.space import Axis, Tried, for_trials, refuse_invalid
 from mupscale.commands.pattern import Pattern, Patterns
 from mupscale.errors import UserError
 

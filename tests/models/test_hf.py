@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.checks.forward_pass import Precision
-from mupscale.commands.lab.trial import drop_checkpoints
+from mupscale.commands.lab.run import drop_checkpoints
 from mupscale.errors import UserError
 from mupscale.hf.causal_lm import config_of, save
 from mupscale.methods.noise import AdditiveNoise

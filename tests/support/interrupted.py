@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mupscale import __main__ as command_line
 from mupscale.commands import cli, resume, sweep  # noqa: F401
-from mupscale.commands.lab import experiments, workers  # noqa: F401
+from mupscale.commands.lab import protocols, workers  # noqa: F401
 from mupscale.commands.lab import sweep as lab_sweep
 from mupscale.models.mlp import MLP, MLPNet
 

@@ -18,8 +18,7 @@ from mupscale.commands.config import Config, read_json, temporary_file
 from mupscale.commands.configured import first_batches
 from mupscale.commands.lab.file import Description, of_width
 from mupscale.commands.lab.parts import Part
-from mupscale.commands.lab.run import Result, Run, Trial, explained, free_memory, logged, with_run
-from mupscale.commands.lab.trial import drop_checkpoints
+from mupscale.commands.lab.run import Result, Run, Trial, drop_checkpoints, explained, free_memory, logged, with_run
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.widths import Growth, Size, folder_name, model_size
 from mupscale.errors import UserError

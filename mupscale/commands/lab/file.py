@@ -16,9 +16,8 @@ from mupscale.commands.cli import CLI, callbacks_in
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
 from mupscale.commands.configured import described, refuse_optimizers
 from mupscale.commands.lab.run import without_announcements
-from mupscale.commands.lab.space import Axis, axis_of, refuse_seeds
+from mupscale.commands.lab.space import Axis, Tried, axis_of, for_trials, refuse_invalid, refuse_seeds
 from mupscale.commands.lab.sweep import checked_metric, signal_swap
-from mupscale.commands.lab.trial import Tried, for_trials, refuse_invalid
 from mupscale.commands.reporting.midrun import BUDGETS
 from mupscale.commands.widths import (
     Growth,

@@ -16,10 +16,9 @@ from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.checkpoints import damage_at
 from mupscale.commands.config import Config, callbacks_of
-from mupscale.commands.lab.run import Result, Run, Trial, result_of, with_run
+from mupscale.commands.lab.run import Result, Run, Trial, drop_checkpoints, result_of, with_run
 from mupscale.commands.lab.space import Outcome, Settings
 from mupscale.commands.lab.sweep import Sweep
-from mupscale.commands.lab.trial import drop_checkpoints
 from mupscale.commands.run_folder import RESULT
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import PRE_UPSCALE

@@ -25,6 +25,7 @@ from mupscale.commands.pattern import Pattern
 from mupscale.commands.results import write_result
 from mupscale.commands.run_folder import RESULT, Claim, Taken
 from mupscale.errors import UserError
+from mupscale.models.hf import SAVED
 
 PROGRESS_SECONDS = 60.0
 """The least time between two lines about one run."""
@@ -175,6 +176,12 @@ def set_aside() -> None:
     """Takes what there is, above all what was imported, out of what `free_memory` looks through after every run."""
     gc.collect()
     gc.freeze()
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """Deletes the checkpoints of a finished run: the disk space of a sweep must not grow with its trials."""
+    for name in ("checkpoints", SAVED):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def free_memory() -> None:

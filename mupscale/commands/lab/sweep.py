@@ -6,8 +6,10 @@ their runs begin. The results are those of the runs.
 
 import json
 import math
+import re
 import shlex
 import shutil
+import statistics
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cached_property
@@ -24,17 +26,17 @@ from mupscale.commands.config import (
     Config,
     Point,
     at,
+    brief,
     callback_key,
     callbacks_of,
     class_name,
     labels,
     read_json,
 )
+from mupscale.commands.event_files import read_log
 from mupscale.commands.lab.execution import refuse_folder
-from mupscale.commands.lab.run import Result, Run, Trial, ending_of, result_of, with_run
-from mupscale.commands.lab.space import Outcome, Settings, draw, grid, point_of, point_text
-from mupscale.commands.lab.sweep_figures import draw_sweep
-from mupscale.commands.lab.trial import drop_checkpoints, folder_name
+from mupscale.commands.lab.run import Result, Run, Trial, drop_checkpoints, ending_of, result_of, with_run
+from mupscale.commands.lab.space import Axis, Outcome, Settings, draw, grid, point_of, point_text
 from mupscale.commands.run_folder import RESULT
 from mupscale.data_files import refuse_links
 from mupscale.errors import UserError
@@ -45,6 +47,9 @@ TPE_ROUNDS = 10
 
 POINTS = "points.json"
 """In the folder of a sweep that draws its points: their parameters, as Optuna has them, by cell."""
+
+MOST_POINTS = 60
+"""Of a training curve: each is the mean of several steps."""
 
 
 class Sweep:
@@ -125,8 +130,10 @@ class Sweep:
     # --- results
 
     def folders(self, cell: int, point: Point) -> dict[int, Path]:
-        """The folders of a trial's runs, by seed."""
-        name = folder_name(cell, point, self.labels)
+        """The folders of a trial's runs, by seed; TensorBoard shows their names."""
+        values = ",".join(f"{self.labels[key]}={brief(value)}" for key, value in point.items())
+        plain = re.sub(r"[^\w.,=+-]+", "-", values)
+        name = f"{cell:03d}_{plain}"[:120]
         ends = {seed: f",seed={seed}" if len(self.settings.seeds) > 1 else "" for seed in self.settings.seeds}
         return {seed: self.out / "trials" / f"{name}{end}" for seed, end in ends.items()}
 
@@ -298,3 +305,101 @@ def signal_swap(config: Config) -> Config | None:
             "and best.yaml can hold the constants of one only; sweep one growth"
         )
     return found[0] if found else None
+
+
+# --- figures
+
+
+def draw_sweep(out: Path, settings: Settings, outcomes: list[Outcome], best: Outcome) -> list[Path]:
+    """Draws the metric over the axes, and training curves over the levels of one of them, in PNG and PDF."""
+    axes = [axis for axis in settings.axes if len(axis.values) != 1]
+    if not axes:
+        return []
+    label = metric_label(settings.metric)
+    values = [outcome.value for outcome in outcomes]
+    if len(axes) == 1:
+        key = axes[0].key
+        levels = [level(outcome.point[key]) for outcome in outcomes]
+        paths = figures.profile(out / "profile", levels, values, key, label)
+    else:
+        x, y = axes if len(axes) == 2 else most_influential(axes, outcomes)
+        label = f"{label} (best over {len(axes) - 2} more)" if len(axes) > 2 else label
+        places = [(level(outcome.point[x.key]), level(outcome.point[y.key])) for outcome in outcomes]
+        paths = draw_plane(out, x, y, list(zip(places, values, strict=True)), label)
+    colour = next((axis for axis in axes if "noise" in axis.key), axes[-1])
+    return [*paths, *draw_curves(out / "curves", settings, outcomes, best, colour)]
+
+
+def draw_plane(out: Path, x: Axis, y: Axis, found: list[tuple[tuple[Any, Any], float]], label: str) -> list[Path]:
+    """Draws the metric over two axes; of trials that differ in the other axes, the best."""
+    if x.bounds or y.bounds:
+        return figures.scatter(out / "scatter", [(*place, value) for place, value in found], x.key, y.key, label)
+
+    def best_at(a: Any, b: Any) -> float | None:
+        return min((value for place, value in found if place == (a, b)), default=None)
+
+    return figures.heatmap(out / "heatmap", in_order(x), in_order(y), best_at, x.key, y.key, label)
+
+
+def draw_curves(path: Path, settings: Settings, outcomes: list[Outcome], best: Outcome, colour: Axis) -> list[Path]:
+    """Draws training curves by the level of one axis, the others at their best where they have levels."""
+    others = [axis for axis in settings.axes if axis != colour and len(axis.values) > 1]
+    fixed = {axis.key: best.point[axis.key] for axis in others}
+    lines = []
+    for outcome in outcomes:
+        if math.isfinite(outcome.value) and all(outcome.point[key] == value for key, value in fixed.items()):
+            x, y = mean_curve([training_curve(run) for run in outcome.runs])
+            if x:
+                lines.append(figures.Curve(level(outcome.point[colour.key]), x, y))
+    if not lines:
+        return []
+    title = f"at {point_text(fixed, labels([axis.key for axis in settings.axes]))}" if fixed else ""
+    return figures.curves(path, lines, "step", "training loss", colour.key, title)
+
+
+def metric_label(metric: str) -> str:
+    """A metric as figures and tables name it."""
+    part = window_of(metric)
+    if part is None:
+        return metric
+    return "training loss, last epoch" if part == "epoch" else f"training loss, {metric.replace('_', ' ')} of steps"
+
+
+def in_order(axis: Axis) -> list[Any]:
+    """The levels of an axis: numbers in order of size, others as they are listed."""
+    return sorted(axis.values) if figures.is_ordered(axis.values) else [level(value) for value in axis.values]
+
+
+def level(value: Any) -> Any:
+    """A value as figures take it: a dictionary or a list as text."""
+    return brief(value) if isinstance(value, dict | list) else value
+
+
+def most_influential(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
+    """The two axes between whose levels the best values differ most, in the order of the axes."""
+
+    def spread(axis: Axis) -> float:
+        levels: dict[str, float] = {}
+        for outcome in outcomes:
+            name = brief(outcome.point[axis.key])
+            levels[name] = min(levels.get(name, math.inf), outcome.value)
+        finite = [value for value in levels.values() if math.isfinite(value)]
+        return statistics.pvariance(finite) if len(finite) > 1 else 0.0
+
+    chosen = sorted(axes, key=spread, reverse=True)[:2]
+    return [axis for axis in axes if axis in chosen]
+
+
+def training_curve(run: Path) -> list[tuple[int, float]]:
+    """The training loss by step, from a run's TensorBoard logs."""
+    return [(step - 1, loss) for step, loss in sorted(read_log(run).loss.items())]
+
+
+def mean_curve(curves: list[list[tuple[int, float]]]) -> tuple[list[float], list[float]]:
+    """The mean of curves over their common steps, with neighbouring points merged."""
+    tables = [dict(curve) for curve in curves]
+    steps = sorted(set.intersection(*(set(table) for table in tables)))
+    size = max(1, math.ceil(len(steps) / MOST_POINTS))
+    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
+    y = [statistics.fmean(table[step] for step in group for table in tables) for group in groups]
+    return [statistics.fmean(group) for group in groups], y

@@ -12,8 +12,7 @@ from mupscale.atomic import write_text
 from mupscale.commands import figures
 from mupscale.commands.config import brief
 from mupscale.commands.lab.file import Description
-from mupscale.commands.lab.sweep import Sweep, seed_cells
-from mupscale.commands.lab.sweep_figures import in_order, metric_label
+from mupscale.commands.lab.sweep import Sweep, in_order, metric_label, seed_cells
 from mupscale.commands.reporting.compare import chosen_without_seed, is_edge
 from mupscale.commands.widths import Growth, width_number
 from mupscale.text_tables import as_csv
