@@ -29,7 +29,6 @@ def bytes_per_model(
     loss: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     *,
-    shared: bool = True,
     losses: Losses | None = None,
     amsgrad: bool = False,
     grown: bool = False,
@@ -37,8 +36,8 @@ def bytes_per_model(
     """An upper estimate of the memory that one more model of a stack takes at the peak of a step, in bytes.
 
     It has the weights, their gradients, the optimizer's state, what autograd saves, and temporaries of the backward
-    pass and of the update. Losses are computed with tensors that have shapes only. What does not depend on the model,
-    such as a shared batch, does not count. With `torch.autocast` a step of a network with large activations takes less.
+    pass and of the update. Losses are computed with tensors that have shapes only. Each model has a batch of its own:
+    with one for all of them, or with `torch.autocast`, a step takes less.
 
     bytes_per_model(model, torch.optim.AdamW, lambda model, batch: model.loss(batch), batch)
 
@@ -46,8 +45,7 @@ def bytes_per_model(
         model: One of the models.
         optimizer_class: SGD, Adam or AdamW of torch.
         loss: As of `Stack`.
-        batch: As of a step: one model's part where it is not shared.
-        shared: Whether one batch is for all models.
+        batch: That of one model.
         losses: As of `Stack`.
         amsgrad: Whether Adam has it, and so a third moment.
         grown: Whether models of the stack grew, or will: their updates may need masks, or other units.
@@ -56,22 +54,17 @@ def bytes_per_model(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fixed = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     weights = _bytes(trained)
-    saved = saved_per_model(model, loss, batch, shared=shared, losses=losses)
+    saved = saved_per_model(model, loss, batch, losses)
     backward = saved.total + 2 * saved.largest  # the gradients that enter and leave an operation
     largest = max((parameter.nbytes for parameter in trained), default=0)
     update = weights + (5 if grown else 2) * largest  # clipped gradients, and the temporaries of one weight
     masks = sum(parameter.numel() for parameter in trained) if grown else 0
-    others = _bytes([*model.buffers(), *fixed, *([] if shared else _tensors(batch))])
+    others = _bytes([*model.buffers(), *fixed, *_tensors(batch)])
     return int((1 + WORKSPACE) * (others + masks + weights * (2 + moments) + max(backward, update)))
 
 
 def saved_per_model(
-    model: nn.Module,
-    loss: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
-    *,
-    shared: bool = True,
-    losses: Losses | None = None,
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, losses: Losses | None = None
 ) -> Saved:
     """What autograd saves for the backward pass of one more model: the difference between stacks of three and two."""
     seeds = torch.zeros(3, dtype=torch.int64, device="meta")
@@ -80,7 +73,7 @@ def saved_per_model(
         run = losses or mapped(model, loss, seeds[:count])
         parameters = {name: _stacked(tensor, count) for name, tensor in model.named_parameters()}
         buffers = {name: _stacked(tensor, count) for name, tensor in model.named_buffers()}
-        inputs = tree_map(lambda leaf: _like(leaf, None if shared else count), batch)
+        inputs = tree_map(lambda leaf: _stacked(leaf, count) if isinstance(leaf, Tensor) else leaf, batch)
         given = (*parameters.values(), *buffers.values(), *_tensors(inputs))
         known = {id(tensor.untyped_storage()) for tensor in given}
         found: dict[int, Any] = {}  # storages by id; they are held, so that no other gets it
@@ -92,7 +85,7 @@ def saved_per_model(
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
-            result = run(parameters, buffers, inputs, shared)
+            result = run(parameters, buffers, inputs, False)
         del result
         return {key: storage.nbytes() for key, storage in found.items()}
 
@@ -112,10 +105,3 @@ def _tensors(batch: Any) -> list[Tensor]:
 def _stacked(tensor: Tensor, count: int) -> Tensor:
     made = torch.empty(count, *tensor.shape, dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _like(leaf: Any, count: int | None) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    shape = leaf.shape if count is None else (count, *leaf.shape)
-    return torch.empty(shape, dtype=leaf.dtype, device="meta")

@@ -164,7 +164,6 @@ def batches_of(data: LightningDataModule, limit: int | float | None) -> int:
 
 
 def budget_steps(trainer: Config, steps_per_epoch: int) -> int:
-    """The length of a run in steps, as the configuration gives it."""
     lengths = [(trainer["max_steps"], 1), (trainer["max_epochs"], steps_per_epoch)]
     return min(length * steps for length, steps in lengths if length not in (None, -1))
 

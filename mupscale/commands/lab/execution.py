@@ -44,7 +44,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options(options: argparse.Namespace) -> None:
-    """Raises a UserError if the options do not fit together, or Ray is needed and not installed."""
     stack_size(options.stack)
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be at least 1, got {options.workers}")

@@ -147,7 +147,6 @@ class Description:
 
 
 def growing(growth: Growth, at_step: int, noise: Config) -> Config:
-    """What makes a run grow at a step."""
     after = growth.after if isinstance(growth.after, dict) else {"width": growth.after}
     swap = {"class_path": "UpscaleCallback", "init_args": {"at_step": at_step, **after, "noise": noise}}
     return {"trainer": {"callbacks+": [swap]}, **of_width(growth.before)}
@@ -204,7 +203,6 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def refuse_files(config: Any) -> None:
-    """Raises a UserError if the key `config` is not a file, or a list of files and mappings."""
     for file in config if isinstance(config, list) else [config]:
         if not isinstance(file, str | dict):
             raise UserError(f"config: give a file, or a list of files and mappings, got {file!r}")
@@ -234,7 +232,6 @@ def growths_of(content: dict[str, Any]) -> list[Growth]:
 
 
 def sweeps_of(content: dict[str, Any]) -> dict[str, list[Axis]]:
-    """The axes of each sweep, by its name."""
     two_sweeps = content["protocol"] != "transfer"
     found = {key: content[key] for key in ("sweep_1", "sweep_2") if content.get(key) is not None}
     tables = found if two_sweeps else content["sweeps"]
@@ -325,7 +322,6 @@ def _is_between(width: Size, growth: Growth) -> bool:
 
 
 def _shares(key: str, shares: Any) -> list[float]:
-    """Shares of the budget, in order."""
     if not isinstance(shares, list) or not shares or not all(type(each) is float and 0 < each < 1 for each in shares):
         raise UserError(f"{key}: give shares of the budget between 0 and 1, such as [0.1, 0.5], got {shares!r}")
     if len({f"{share:g}" for share in shares}) < len(shares):  # as folders are named
@@ -437,7 +433,6 @@ def refusals(where: str) -> Iterator[None]:
 
 
 def refuse_growth(growth: Growth, cli: CLI) -> None:
-    """Raises a UserError if the model cannot be widened so, or the noise cannot be applied to it."""
     (swap,) = callbacks_in(cli.trainer, UpscaleCallback)
     with refusals(f"widths {growth}"):
         narrow, wide = (cli.model.network(**model_size(size), meta=True) for size in (growth.before, growth.after))

@@ -66,7 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options(options: argparse.Namespace) -> None:
-    """Raises a UserError if the options of a command do not fit together, or Ray is not installed."""
     gpus, cpus = options.gpus_per_run, options.cpus_per_run
     if options.ray is None:
         for name, value in (("gpus_per_run", gpus), ("cpus_per_run", cpus)):
@@ -122,7 +121,6 @@ def connect(address: str) -> None:
 
 
 def refuse_address(address: str) -> None:
-    """Raises a UserError if the address is invalid, or no server answers there."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address == "auto":
@@ -157,7 +155,6 @@ class Resources:
 
 
 def nodes() -> list[Resources]:
-    """What each living node has."""
     import ray
 
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -303,7 +300,6 @@ class Cluster:
             return Ending(job, death=f"its process died ({str(error).strip().splitlines()[0]})")
 
     def stop(self) -> None:
-        """Asks the tasks that run to end, and kills those that do not."""
         import ray
 
         tasks = list(self._tasks)

@@ -42,7 +42,6 @@ class Part:
 
     @property
     def done(self) -> int:
-        """How many trials are finished."""
         return int(self.finished)
 
     def trials(self) -> list[Trial]:
@@ -157,7 +156,6 @@ class SweepPart(Part):
 
     @property
     def tuned(self) -> Config:
-        """The best values, as best.yaml has them."""
         return self.sweep.tuned(self.best)
 
     @property

@@ -280,7 +280,6 @@ class Experiment:
         write_text(path, json.dumps(self._record(command), indent=1) + "\n")
 
     def _record(self, command: list[str]) -> dict[str, Any]:
-        """The content of experiment.json."""
         runs: list[dict[str, Any]] = []
         tuning: dict[str, str] = {}
         for part in self.parts:
@@ -296,7 +295,6 @@ class Experiment:
         return {**head, **self.description.identity(), "runs": runs, "sweeps": tuning}
 
     def refuse_others(self) -> None:
-        """Raises a UserError if the folder holds another experiment, or something else."""
         refuse_folder(self.out, "experiment", json.loads(json.dumps(self.description.identity())))
 
     def make(self, driver: Driver) -> bool:
@@ -314,7 +312,6 @@ class Experiment:
 
     @property
     def left(self) -> tuple[int, int]:
-        """How many runs are not finished, and how many there are."""
         total = sum(part.total for part in self.parts)
         return total - sum(part.done for part in self.parts), total
 

@@ -96,7 +96,6 @@ def few_trials(axes: list[Axis], *, one: bool) -> dict[str, list[Any]]:
 
 
 def overlay(common: Config, divisor: int, out: Path) -> Config:
-    """What overrides the configuration of all runs."""
     data, model = common["data"], common["model"]["init_args"]
     arguments = dict(DATA.get(class_name(data), {}))
     if class_name(data) == "CIFAR100":
@@ -159,7 +158,6 @@ def smaller_base(width: Any, divisor: int, least: int) -> Any:
 
 
 def write_images(folder: Path) -> None:
-    """Writes random images in the form of CIFAR-100."""
     draw = np.random.default_rng(0)
     content: dict[str, Any] = {}
     for part in ("train", "test"):

@@ -56,7 +56,6 @@ class Run:
         return likeness(self.config)
 
     def known_result(self) -> "Result | None":
-        """The result, if the run is finished already."""
         written = self.written_result()
         if written is not None:
             return written
@@ -155,7 +154,6 @@ def open_stacked(
 
 
 def record_run(run: Run, cli: CLI, seconds: float) -> Result:
-    """Writes the result of a run that has ended."""
     value = callbacks_in(cli.trainer, TrialMetric)[0].value
     return record(run.folder, {"value": value, "seconds": seconds, **cli.results.numbers(cli.trainer)})
 
@@ -238,7 +236,6 @@ def record(folder: Path, numbers: dict[str, Any]) -> Result:
 
 
 def result_of(folder: Path) -> Result:
-    """The metric of a finished run, and the seconds it took."""
     result = read_json(folder / RESULT)
     try:
         return float(result["value"]), float(result["seconds"])

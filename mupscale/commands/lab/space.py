@@ -148,7 +148,6 @@ def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Ax
 
 
 def refuse_seeds(where: str, seeds: list[int]) -> None:
-    """Raises a UserError for duplicate seeds, or seeds that no generator accepts."""
     if len(set(seeds)) < len(seeds):
         raise UserError(f"{where}: a seed is given twice")
     if not all(0 <= seed < 2**32 for seed in seeds):

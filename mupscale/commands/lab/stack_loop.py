@@ -115,7 +115,6 @@ class StackLoop:
         return self._steps
 
     def _end(self) -> None:
-        """Ends all fits, as SIGTERM does."""
         self._steps = None
         for fit in self._fits:
             if not fit.is_over:
@@ -171,7 +170,6 @@ def room_in_stack(first: StackedFit, size: int | str) -> int:
 
 
 def bytes_of(first: StackedFit, size: Size) -> int:
-    """The memory that a fit takes in a stack, at this size."""
     module, loader = first.module, training_loader(first.trainer)
     batch = first.batch if loader is None else loader.batch_at(0, 0)
     net = module.net
@@ -184,7 +182,6 @@ def bytes_of(first: StackedFit, size: Size) -> int:
                 type(optimizer),
                 loss_of,
                 first.trainer.precision_plugin.convert_input(batch),
-                shared=False,
                 losses=module.stacked_losses(),
                 amsgrad=any(group.get("amsgrad", False) for group in optimizer.param_groups),
                 grown=any(record.changes_steps for record in step_records(optimizer).values())

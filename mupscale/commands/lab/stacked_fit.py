@@ -191,7 +191,6 @@ class ProcessState:
         self._streams = sys.stdout, sys.stderr
 
     def enter(self) -> None:
-        """Sets the process to this state."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -231,7 +230,6 @@ def is_scored_jointly(trainer: Trainer) -> bool:
 
 
 def why_apart(trainer: Trainer) -> str | None:
-    """Why a fit cannot be stacked with others; None if it can."""
     module = trainer.lightning_module
     reason = why_single(trainer)
     if reason is not None:

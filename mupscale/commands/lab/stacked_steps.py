@@ -151,7 +151,6 @@ class StackedSteps:
                 loops.pass_epoch(trainer)
 
     def scores(self) -> list[Scores]:
-        """A validation of all fits."""
         return self._scores_by_fit(self._scores())
 
     def _scores_by_fit(self, scores: HostCopy) -> list[Scores]:

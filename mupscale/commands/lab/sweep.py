@@ -64,7 +64,6 @@ class Sweep:
         refuse_folder(out, "sweep", settings.description())
 
     def begin(self) -> None:
-        """Writes sweep.json."""
         self.out.mkdir(parents=True, exist_ok=True)
         if not (self.out / "sweep.json").exists():
             write_text(self.out / "sweep.json", json.dumps(self.settings.description(), indent=1) + "\n")
@@ -157,13 +156,11 @@ class Sweep:
 
     @property
     def best(self) -> Outcome | None:
-        """The finished trial with the smallest mean; None if all diverged."""
         finite = [outcome for outcome in self.outcomes if math.isfinite(outcome.value)]
         return min(finite, key=lambda outcome: outcome.value, default=None)
 
     @property
     def left(self) -> int:
-        """How many trials are not finished."""
         return self.settings.trials - len(self.outcomes)
 
     def progress(self) -> str:
@@ -179,7 +176,6 @@ class Sweep:
                     drop_checkpoints(folder)
 
     def _write_table(self) -> None:
-        """Writes trials.csv: a row for each finished trial."""
         seeds = [f"seed {seed}" for seed in self.settings.seeds] if len(self.settings.seeds) > 1 else []
         rows = []
         for outcome in self.outcomes:

@@ -108,7 +108,6 @@ class Workers:
         return answer
 
     def stop(self) -> None:
-        """Asks the workers to end, and kills those that do not."""
         for worker in self._workers.values():
             worker.process.terminate()
         until = time.monotonic() + PATIENCE
@@ -123,7 +122,6 @@ class Workers:
 
 @contextmanager
 def workers(slots: int, gpus: list[str]) -> Iterator[Workers]:
-    """Workers that end with the context."""
     with interruptions() as seen:
         answer = Workers(slots, gpus, seen)
         try:
@@ -133,7 +131,6 @@ def workers(slots: int, gpus: list[str]) -> Iterator[Workers]:
 
 
 def worker_environment(index: int, slots: int, gpus: list[str]) -> dict[str, str]:
-    """The environment of a worker: its share of the threads, and its GPU."""
     threads = max(1, (os.cpu_count() or 1) // slots)
     answer = {"OMP_NUM_THREADS": str(threads), **os.environ}
     if gpus:
@@ -154,7 +151,6 @@ def main() -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Makes the jobs that the driver sends, until it ends."""
     requests: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=receive, args=(connection, requests), daemon=True).start()
     patterns = Patterns()
