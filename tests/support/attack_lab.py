@@ -166,13 +166,13 @@ class Attack:
                 found.append(f"{run} began again at step {starts(run)[times]}, with a checkpoint of step {step}")
 
 
-def number_in(lock: Path) -> int | None:
-    """The process that a lock names, if there is one."""
+def number_in(lock: Path) -> int:
+    """The process that a lock names; 0 if there is none."""
     try:
         words = lock.read_text().split()
     except FileNotFoundError:
-        return None
-    return int(words[1]) if words else None
+        return 0
+    return int(words[1]) if words else 0
 
 
 def newest_step(run: Path) -> int:
@@ -180,17 +180,19 @@ def newest_step(run: Path) -> int:
     return max(map(int, re.findall(r"step=(\d+)\.ckpt", names)), default=0)
 
 
+def runs_in(out: Path) -> list[Path]:
+    """The finished runs under a folder, by their paths in it."""
+    return sorted(path.parent.relative_to(out) for path in out.rglob("result.json"))
+
+
 def unlike(ours: Path, theirs: Path) -> list[str]:
-    """What differs in two experiments, in words: runs bit by bit, tables, best values."""
+    """What differs in the runs under two folders, bit by bit, and in the best values of sweeps, in words."""
     found: list[str] = []
-    runs = {
-        path: sorted(each.parent.relative_to(path) for each in path.rglob("result.json")) for path in (ours, theirs)
-    }
-    if runs[ours] != runs[theirs]:
-        return [f"the finished runs are {runs[ours]} instead of {runs[theirs]}"]
-    for run in runs[theirs]:
+    if runs_in(ours) != runs_in(theirs):
+        return [f"the finished runs are {runs_in(ours)} instead of {runs_in(theirs)}"]
+    for run in runs_in(theirs):
         found += differences(observed(ours / run), observed(theirs / run), str(run))
-    for name in ("sweep_1/best.yaml", "sweep_2/best.yaml"):
-        if (ours / name).read_text() != (theirs / name).read_text():
-            found.append(f"{name} is another one")
+    for best in theirs.rglob("best.yaml"):
+        if (ours / best.relative_to(theirs)).read_text() != best.read_text():
+            found.append(f"{best.relative_to(theirs)} is another one")
     return found
