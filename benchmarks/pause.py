@@ -65,6 +65,8 @@ class Weighed(UpscaleCallback):
             self.waited = now() - before
             took = f"{now() - self.began:.1f}" if self.ahead.is_ready else "too long"
             self.ahead_text = self.ahead.failure or took
+        if trainer.global_step == self.at_step - 1:
+            clear_memory()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -73,7 +75,8 @@ class Weighed(UpscaleCallback):
                 self.began = now()
                 super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
             return
-        clear_memory()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self.peak = peak_gb()
         states = (v for state in trainer.optimizers[0].state.values() for v in state.values() if torch.is_tensor(v))

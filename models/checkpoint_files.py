@@ -28,9 +28,9 @@ HEAD_START = 0.01
 """Seconds before the thread begins to write. After a copy the device is idle, and one thread at a time runs Python:
 first the training launches its next steps."""
 
-PINNED = 1 / 8
-"""The share of the host's free memory up to which a copy is made in pinned memory: that is fast to copy to, slow to
-allocate, and kept for the next copy."""
+ON_DEVICE = 1 / 8
+"""The share of a GPU's free memory that a copy may take there, until the thread has it on the host. That takes a
+thousandth of the time of a copy to the host, for which the device would have to wait."""
 
 CONSTANTS = (int, float, str, bool, bytes, type(None))
 
@@ -45,8 +45,8 @@ class CheckpointFiles(TorchCheckpointIO):
 
     Lightning uses the system's folder for temporary files, which may be small or on another file system.
 
-    `in_background`, checkpoints are copied to the memory of the host, and a thread writes, links and deletes files, in
-    the order in which it was asked to. So what is on disk is always what was there without it, some steps earlier, and
+    `in_background`, checkpoints are copied in memory, and a thread writes, links and deletes files, in the order in
+    which it was asked to. So what is on disk is always what was there without it, some steps earlier, and
     a process that is killed leaves whole files. Training waits if one copy is being written and another one waits, at
     the end of a fit, and after an exception. An error of the thread ends the run at the end of the step; what it had
     still to do is dropped.
@@ -58,7 +58,6 @@ class CheckpointFiles(TorchCheckpointIO):
         self._waiting: Waiting | None = None
         self._lock = threading.Condition()
         self._copies = 0
-        self._spare: list[list[Tensor]] = []
         self._failure: BaseException | None = None
         self._defers = self._is_given_up = False
 
@@ -76,20 +75,21 @@ class CheckpointFiles(TorchCheckpointIO):
         with self._lock:
             self._lock.wait_for(lambda: self._copies < AT_ONCE)
         self.raise_error()
-        buffers = self._spare.pop() if self._spare else []
-        copied = copy_to_host(checkpoint, tensors, buffers)
+        copied = copy_tensors(checkpoint, tensors, None if fits_on_device(tensors) else torch.device("cpu"))
+        is_there = torch.cuda.Event() if any(tensor.is_cuda for tensor in tensors) else None
+        if is_there is not None:
+            is_there.record()
         with self._lock:
             self._copies += 1
+
+        def save() -> None:
+            time.sleep(HEAD_START)
+            self._save(on_host(copied, is_there), path, storage_options)
 
         def forget() -> None:
             with self._lock:
                 self._copies -= 1
-                self._spare += [buffers] if buffers else []
                 self._lock.notify()
-
-        def save() -> None:
-            time.sleep(HEAD_START)
-            self._save(copied, path, storage_options)
 
         self.later(save, forget)
 
@@ -147,7 +147,6 @@ class CheckpointFiles(TorchCheckpointIO):
         try:
             self.wait()
         finally:
-            self._spare.clear()
             if self._waiting is not None:
                 self._waiting.put(None)
                 self._waiting = None
@@ -193,43 +192,51 @@ def alone(value: Any) -> Any:
 
 
 def copied_tensors(checkpoint: Any) -> list[Tensor]:
-    """The tensors of a checkpoint whose memory `copy_to_host` copies; all other objects copy themselves."""
+    """The tensors of a checkpoint whose memory `copy_tensors` copies; all other objects copy themselves."""
     found: list[Tensor] = []
     map_leaves(lambda leaf: found.append(leaf) if is_copied(leaf) else None, checkpoint)
     return found
 
 
-def copy_to_host(checkpoint: Any, tensors: list[Tensor], buffers: list[Tensor]) -> Any:
-    """A copy of a checkpoint in the memory of the host, which nothing changes; its tensors share what they shared.
+def copy_tensors(checkpoint: Any, tensors: list[Tensor], device: torch.device | None) -> Any:
+    """A copy of a checkpoint, which nothing changes; its tensors share what they shared.
 
     Args:
         checkpoint: What is copied.
         tensors: Its `copied_tensors`.
-        buffers: Memory of an earlier copy, which is used again; what is pinned of the new copy is left there.
+        device: Where the copies are; by default where the tensors are.
     """
     whole = {id(tensor): alone(tensor) for tensor in tensors}
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in whole.values()}
-    size = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-    kept = sum(buffer.numel() for buffer in buffers)
-    on_gpu = any(tensor.is_cuda for tensor in tensors)
-    is_pinned = on_gpu and (size <= kept or size <= PINNED * free_bytes(torch.device("cpu")))
-    free = {buffer.numel(): [b for b in buffers if b.numel() == buffer.numel()] for buffer in buffers}
-    buffers.clear()
-    copies: dict[int, Tensor] = {}
-    for address, tensor in storages.items():
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        known = free.get(source.numel())
-        copies[address] = known.pop() if known else torch.empty(source.numel(), dtype=torch.uint8, pin_memory=is_pinned)
-        copies[address].copy_(source, non_blocking=is_pinned)
-    if is_pinned:
-        buffers.extend(copies.values())
-        torch.cuda.synchronize()
+    copies: dict[tuple[torch.device, int], Tensor] = {}
+    for tensor in whole.values():
+        if address_of(tensor) not in copies:
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            copies[address_of(tensor)] = source.to(device or source.device, copy=True)
     memo: dict[int, Any] = {}
     for key, tensor in whole.items():
-        storage = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
+        copied = copies[address_of(tensor)]
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        memo[key] = torch.empty(0, dtype=tensor.dtype).set_(storage, *place).requires_grad_(tensor.requires_grad)
+        made = torch.empty(0, dtype=tensor.dtype, device=copied.device).set_(copied.untyped_storage(), *place)
+        memo[key] = made.requires_grad_(tensor.requires_grad)
     return map_leaves(lambda leaf: leaf if type(leaf) in CONSTANTS else copy.deepcopy(leaf, memo), checkpoint)
+
+
+def address_of(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def on_host(checkpoint: Any, is_there: torch.cuda.Event | None) -> Any:
+    """A copy of a checkpoint in the memory of the host, made beside what its GPU does; waits for an event first."""
+    tensors = copied_tensors(checkpoint)
+    gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if gpu is None:
+        return checkpoint
+    with torch.cuda.stream(torch.cuda.Stream(gpu)):
+        assert is_there is not None
+        is_there.synchronize()
+        copied = copy_tensors(checkpoint, tensors, torch.device("cpu"))
+        torch.cuda.current_stream(gpu).synchronize()
+    return copied
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -256,4 +263,14 @@ def is_copied(value: Any) -> bool:
 
 def has_room(tensors: list[Tensor]) -> bool:
     """Whether the host can hold a copy of these tensors: it may take half of the memory that is free."""
-    return 2 * sum(tensor.nbytes for tensor in tensors) <= free_bytes(torch.device("cpu"))
+    return 2 * bytes_of(tensors) <= free_bytes(torch.device("cpu"))
+
+
+def fits_on_device(tensors: list[Tensor]) -> bool:
+    """Whether a copy of these tensors may lie beside them for a while; tensors of the host always may."""
+    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+    return not on_gpu or bytes_of(on_gpu) <= ON_DEVICE * free_bytes(on_gpu[0].device)
+
+
+def bytes_of(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -43,6 +43,7 @@ def run(folder: Path, *callbacks: Callback, **arguments: Any) -> int:
             hooked.append(1)
             super().on_train_batch_end(*given)
 
+    Counted.__qualname__ = Curves.__qualname__  # under which its state is saved
     mine = [Counted(), saver, UpscaleCallback(33, 64), FastLoop(cuda_graph=True), *callbacks]
     trainer = Trainer(
         accelerator="gpu", devices=1, max_steps=60, default_root_dir=folder, log_every_n_steps=3,

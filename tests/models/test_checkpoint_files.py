@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mupscale.callbacks.tensorboard import LossFirstLogger
 from mupscale.models import checkpoint_files
-from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, copied_tensors, copy_to_host
+from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, copied_tensors, copy_tensors
 
 
 class Uploading(TensorBoardLogger):
@@ -164,8 +164,8 @@ def test_without_room_for_a_copy_the_file_is_written_at_once(
     assert files._waiting is None, "no thread was started"
 
 
-def host_copy(checkpoint: Any, buffers: list[torch.Tensor] | None = None) -> Any:
-    return copy_to_host(checkpoint, copied_tensors(checkpoint), [] if buffers is None else buffers)
+def host_copy(checkpoint: Any) -> Any:
+    return copy_tensors(checkpoint, copied_tensors(checkpoint), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -209,11 +209,22 @@ def test_tensors_of_other_kinds_copy_themselves() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_of_a_copy_is_used_again_on_a_gpu() -> None:
-    weight, buffers = torch.ones(1000, device="cuda"), []
-    first = host_copy({"weight": weight}, buffers)["weight"]
-    assert first.is_pinned()
+@pytest.mark.parametrize("share", [0.0, checkpoint_files.ON_DEVICE])
+def test_a_file_has_the_numbers_of_the_moment_it_was_asked_for_on_a_gpu(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they are changed while the thread has not begun to copy them to the host."""
+    monkeypatch.setattr(checkpoint_files, "ON_DEVICE", share)
+    weight, files = torch.zeros(1000, 1000, device="cuda"), CheckpointFiles()
+    files.in_background = True
+    for step in range(3):
+        weight += 1
+        with files.deferring():
+            files.save_checkpoint({"weight": weight, "tied": weight}, tmp_path / f"{step}.ckpt")
     weight += 1
-    second = host_copy({"weight": weight}, buffers)["weight"]
-    assert second.data_ptr() == first.data_ptr()
-    assert second.tolist() == [2] * 1000
+    files.teardown()
+    for step in range(3):
+        found = torch.load(tmp_path / f"{step}.ckpt")
+        assert (found["weight"] == step + 1).all()
+        assert found["weight"].device.type == "cpu"
+        assert found["tied"].data_ptr() == found["weight"].data_ptr()
