@@ -101,6 +101,18 @@ def test_the_verdict_and_the_ends():
     assert first_run.startswith("upscaled,0,runs/upscale/seed=0,500,2000,200,200 steps,0.2")
 
 
+def test_the_lowest_validation_loss_of_runs_that_overfit():
+    for seed in (0, 1):
+        scratch(epochs(0.5), seed, validation={"val/loss": lambda step, seed=seed: 0.3 + abs(step - 100) / 1000 + seed})
+    text, summary = report()
+    losses = ["0.9000 (0.4000–1.400)", "0.8000 (0.3000–1.300)"]
+    assert Page(text).table("")[0] == ["scratch", "2", "0.5000 (0.5000–0.5000)", *losses, "2,000"]
+    assert [(run["lowest val/loss"], run["step of lowest val/loss"]) for run in summary["runs"]] == [
+        (pytest.approx(0.3), 100),
+        (pytest.approx(1.3), 100),
+    ]
+
+
 def test_plainly_when_it_does_not_pay():
     scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
     upscaled(epochs(0.6, 0.5), validation=accuracy(0.9))

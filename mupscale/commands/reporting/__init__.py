@@ -224,6 +224,8 @@ def run_rows(groups: list[Group], numbers: Numbers) -> list[dict[str, Any]]:
                     "final_loss": run.final,
                     "min_loss": float(run.means.min()) if len(run.means) else None,
                     **{metric: run.last(metric) for metric in numbers.metrics},
+                    **{f"lowest {metric}": run.lowest(metric)[0] for metric in numbers.validation_losses},
+                    **{f"step of lowest {metric}": run.lowest(metric)[1] for metric in numbers.validation_losses},
                     "flops": run.flops,
                     "reach_step": reach and reach.step,
                     "reach_epoch": reach and reach.epoch,

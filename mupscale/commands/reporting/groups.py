@@ -95,6 +95,9 @@ class Group:
     def last(self, metric: str) -> Spread | None:
         return spread([run.last(metric) for run in self.counted])
 
+    def lowest(self, metric: str) -> Spread | None:
+        return spread([run.lowest(metric)[0] for run in self.counted])
+
     def by_seed(self, metric: str = "") -> Losses:
         """The final losses, or the last values of a metric. Of several runs of one seed the first counts."""
         return {run.seed: run.last(metric) if metric else run.final for run in reversed(self.counted)}

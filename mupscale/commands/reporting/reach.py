@@ -156,6 +156,10 @@ class Numbers:
     tuning: list[Tuning] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def validation_losses(self) -> list[str]:
+        return [metric for metric in self.metrics if metric.endswith("loss")]
+
     def comparison_of(self, upscaled: Group | None) -> Comparison | None:
         return next((each for each in self.comparisons if each.upscaled is upscaled), None)
 

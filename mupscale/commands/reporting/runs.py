@@ -134,6 +134,11 @@ class LoggedRun:
         values = self.log.validation.get(metric, {})
         return values[max(values)] if values else math.nan
 
+    def lowest(self, metric: str) -> tuple[float, int | None]:
+        """The lowest value of a validation loss, where a run could have stopped, and its step; NaN if there is none."""
+        values = self.log.validation.get(metric, {})
+        return min(((value, step) for step, value in values.items() if math.isfinite(value)), default=(math.nan, None))
+
     @property
     def metric(self) -> str | None:
         """The name of the metric whose value is `result`."""

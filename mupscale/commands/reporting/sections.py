@@ -98,11 +98,14 @@ def curve_notes(groups: list[Group], numbers: Numbers) -> Iterator[str]:
 
 
 def end_table(groups: list[Group], numbers: Numbers) -> Table:
-    head = ["", "seeds", "final training loss", *(metric_name(metric) for metric in numbers.metrics), "TFLOPs"]
+    """Final losses and metrics, and the lowest validation loss of each run: what it has if it stops early."""
+    lowest = [f"lowest {metric_name(metric)}" for metric in numbers.validation_losses]
+    head = ["", "seeds", "final training loss", *map(metric_name, numbers.metrics), *lowest, "TFLOPs"]
     rows: list[list[str | Cell]] = []
     for group in groups:
         final = ranged(group.final, False) if group.counted else "diverged"
         validation = [ranged(group.last(metric), False) for metric in numbers.metrics]
+        validation += [ranged(group.lowest(metric), False) for metric in numbers.validation_losses]
         rows.append([key(group), str(len(group.counted)), final, *validation, mean_teraflops(group)])
     return make_table(head, rows)
 
