@@ -22,7 +22,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.gpt2 import Crops
 from benchmarks.harness import Row, now, rate, run
 from benchmarks.resnet import Augmented
 from benchmarks.training import endless
@@ -52,6 +51,21 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.x[index], self.y[index]
+
+
+class Crops(Dataset[tuple[Tensor, Tensor]]):
+    """Random crops of a long row of tokens, as nanoGPT draws them."""
+
+    def __init__(self, tokens: np.ndarray, context: int) -> None:
+        self.tokens, self.context = tokens, context
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = int(torch.randint(len(self.tokens) - self.context, ()))
+        row = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
+        return row[:-1], row[1:]
 
 
 def plain(dataset: Callable[[], Dataset[Any]], batch_size: int, workers: int, device: torch.device) -> Batches:

@@ -18,7 +18,7 @@ from torch import Tensor
 import mupscale.hf
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.fineweb import FineWeb
-from mupscale.hf.outputs import difference
+from mupscale.hf.forward_pass import difference
 from mupscale.methods.noise import AdditiveNoise, Noise, SignalNoise
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4}

@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from mupscale.commands.run_logs import read_log
+from mupscale.commands.event_files import read_log
 
 SHOWN = {"0.1": 0.45, "0.4": 0.7, "1.6": 1.0}
 """The noise levels, and how strong their lines are."""

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import math
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from benchmarks.__main__ import NAMES, main
 from mupscale.callbacks import upscale
 from mupscale.models import gpt2
 
+SCRIPTS = sorted(path for name in ("benchmarks", "docs", "examples") for path in (ROOT / name).glob("[!_]*.py"))
 SIDES = ["draft", "bare", "ours"]
 
 
@@ -33,6 +35,11 @@ def settings_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_float32_matmul_precision(before[0])
     logger.setLevel(before[1])
     backend.benchmark = before[2]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_what_a_script_imports_is_there(path: Path) -> None:
+    runpy.run_path(str(path), run_name="imported")
 
 
 @pytest.mark.slow
