@@ -227,7 +227,10 @@ class RunCheckpoint(OpenCheckpoint, Strides):
                 checkpoint["callbacks"][callback.state_key] = in_folder(state, new)
 
     def resume_points(self, folder: Path) -> set[Path]:
-        return set(folder.glob(f"{RESUME}*/step=*.ckpt"))
+        points = set(folder.glob(f"{RESUME}*/step=*.ckpt"))
+        if points or self.save_weights_only:
+            return points
+        return set(folder.glob("*.ckpt"))  # of a run that was killed before it had linked its first checkpoint
 
     def removes(self, previous: Path, current: Path) -> bool:
         """Also the one the run was resumed from, once there is a newer one: or every interruption would leave one
