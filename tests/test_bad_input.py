@@ -158,7 +158,7 @@ COMMANDS = {
     "coord-check: read-only": ("coord-check --config c.yaml --widths 8,16,32 --out /proc/x", "/proc cannot be written"),
     # sweep
     "sweep without anything": ("sweep", "required: --out"),
-    "sweep: nan": ("sweep --config c.yaml --out s --sweep model.optimizer.lr=.nan,0.1", "must be finite, got nan"),
+    "sweep: nan": ("sweep --config c.yaml --out s --sweep model.optimizer.lr=.nan,0.1", "values must be finite"),
     "sweep: a mapping": ("sweep --config c.yaml --out s --sweep 'model.width={a: 1}'", "give LOW:HIGH:N, or values"),
     "sweep: endless": ("sweep --config c.yaml --out s --sweep model.optimizer.lr=1:2:999999999", "at most 1000"),
     "sweep: no such width": ("sweep --config c.yaml --out s --sweep model.width=[8]", "Build both with the same depth"),
@@ -171,7 +171,7 @@ COMMANDS = {
     "experiment without anything": ("experiment", "required: FILE"),
     "experiment: a text": ("experiment text.txt", "protocol must be upscale or transfer"),
     "experiment: seeds": ("experiment seeds.yaml --plan", "seeds are whole numbers from 0"),
-    "experiment: nan": ("experiment nan.yaml --plan", "must be finite, got nan"),
+    "experiment: nan": ("experiment nan.yaml --plan", "values must be finite"),
     "experiment: noise": ("experiment noise.yaml --plan", "noise: {class_path: mupscale.AdditiveNoise"),
     "experiment: a typo": ("experiment right.yaml --plna", "Did you mean --plan?"),
     "experiment: workers": ("experiment right.yaml --workers 0", "--workers must be at least 1"),
