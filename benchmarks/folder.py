@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.harness import Row, run
 from mupscale.hf.family import on_meta
-from mupscale.hf.folder import INDEX_FILE, as_bytes, index_text, read_folder, split_into_files, write_all
+from mupscale.hf.folder import INDEX_FILE, as_bytes, index_text, read_folder, split_into_files
 
 LAYERS_OF_7B = 32
 FILE_BYTES = 5 * 10**9
@@ -61,12 +61,12 @@ def write_narrow(folder: Path, settings: dict[str, object]) -> int:
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(2**22, generator=generator).mul_(0.02).bfloat16()
     for file in files:
-        with file.path.open("xb", buffering=0) as stream:
-            write_all(stream, 0, file.header)
+        with file.path.open("xb") as stream:
+            stream.write(file.header)
             for place in file.tensors:
                 for start in range(0, place.size, random.nbytes):
                     count = min(random.nbytes, place.size - start)
-                    write_all(stream, place.offset + start, as_bytes(random)[:count])
+                    stream.write(as_bytes(random)[:count])
     if len(files) > 1:
         (folder / INDEX_FILE).write_text(index_text(files))
     return sum(file.size for file in files)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -145,25 +145,6 @@ def index_text(files: Sequence[NewFile]) -> str:
     total = sum(tensor.size for file in files for tensor in file.tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(index, indent=2) + "\n"
-
-
-def read_into(stream: BinaryIO, offset: int, target: Tensor) -> None:
-    """Fills a contiguous tensor with the bytes of a file from `offset` on."""
-    view = as_bytes(target)
-    stream.seek(offset)
-    while view:
-        count = stream.readinto(view)  # type: ignore[attr-defined]
-        if not count:
-            raise UserError(f"{stream.name} ends before its tensors do; get it again")
-        view = view[count:]
-
-
-def write_all(stream: BinaryIO, offset: int, content: memoryview | bytes) -> None:
-    """Writes all bytes from `offset` on."""
-    view = memoryview(content)
-    stream.seek(offset)
-    while view:
-        view = view[stream.write(view) :]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -158,15 +158,17 @@ def duplicate_(
     scales: Sequence[Sequence[float]] | None = None,
     scale: float = 1.0,
     rows: slice | None = None,
+    first: int = 0,
 ) -> None:
     """Writes `source`, duplicated along every axis, into `target`, without a temporary of the target's size.
 
     `scale` multiplies everything and `scales[axis][piece]` that piece of that axis, on the narrow side, in the wider
-    dtype. `target` may be some `rows` of the wide tensor alone, from a start to an end.
+    dtype. `target` may be some `rows` of the wide tensor alone, from a start to an end; then `source` may have only the
+    narrow rows that they need, from the row `first` on.
     """
     scales = scales or [[1.0] * len(layout) for layout in layouts]
     if rows is not None:
-        source = source.index_select(0, source_index(layouts[0])[rows].to(source.device))
+        source = source.index_select(0, (source_index(layouts[0])[rows] - first).to(source.device))
         kept, kept_scales = _copied_rows(layouts[0], scales[0], rows)
         layouts, scales = (kept, *layouts[1:]), (kept_scales, *scales[1:])
     dtype = torch.promote_types(source.dtype, target.dtype)

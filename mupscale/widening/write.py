@@ -31,9 +31,9 @@ from mupscale.widening.stepping import Record, Records, names_by_id, records_of,
 from mupscale.widening.table import Scale, Side
 
 
-def widen_(target: Tensor, source: Tensor, growth: Growth, rows: slice | None = None) -> None:
-    """Writes the widened weight into `target` (Table 1, first column). `target` may be some `rows` of it alone."""
-    _duplicate_scaled_(target, source, growth, "weight", rows)
+def widen_(target: Tensor, source: Tensor, growth: Growth, rows: slice | None = None, first: int = 0) -> None:
+    """Writes the widened weight into `target` (Table 1, first column); of some `rows` alone as `duplicate_`."""
+    _duplicate_scaled_(target, source, growth, "weight", rows, first)
     if growth.shift:
         target.add_(growth.shift)
 
@@ -44,10 +44,15 @@ def widen_gradient_(target: Tensor, source: Tensor, growth: Growth) -> None:
 
 
 def _duplicate_scaled_(
-    target: Tensor, source: Tensor, growth: Growth, column: Literal["weight", "gradient"], rows: slice | None = None
+    target: Tensor,
+    source: Tensor,
+    growth: Growth,
+    column: Literal["weight", "gradient"],
+    rows: slice | None = None,
+    first: int = 0,
 ) -> None:
     rescale = getattr(table.deeper(table.rescaled(table.NOTHING, growth.rescale), growth.branch, 1), column)
-    duplicate_(target, source, growth.layouts, growth.by_piece(column), rescale, rows)
+    duplicate_(target, source, growth.layouts, growth.by_piece(column), rescale, rows, first)
     for number, axis in enumerate(growth.axes):
         if axis.shares and axis.relative_side == ("in" if column == "weight" else "out"):
             shares = axis.shares[rows] if number == 0 and rows is not None else axis.shares
