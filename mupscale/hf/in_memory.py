@@ -2,28 +2,26 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mupscale.checks.agreement import Agreement, change_of_outputs, check_agreement
 from mupscale.checks.recording import generators_kept, state_kept
 from mupscale.discovery.discover import discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError, needs_extra, one_line
+from mupscale.growing.upscale import upscale as grow_checked
 from mupscale.hf.config import ConfigGrowth
 from mupscale.hf.depth import MOST_PARAMETERS, Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
 from mupscale.hf.family import CannotShrink, found_between, on_meta
 from mupscale.hf.folder import read_folder
 from mupscale.hf.forward_pass import Call, default_call, logits_of, quiet
 from mupscale.methods import GrowthMethod
-from mupscale.methods.grow import Optimizers, UpscaleReport, as_list, grow
+from mupscale.methods.grow import Optimizers, UpscaleReport, grow
 from mupscale.methods.noise import Noise
 from mupscale.text_tables import Watch, unwatched
-from mupscale.widening.hints import Hints
-from mupscale.widening.inserted import as_identity
-from mupscale.widening.plan import plan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -89,47 +87,19 @@ def upscale(
     found = _found(narrow, config, call, watch) if growth.widens(narrow.config, config) else None
     wide = _wide_model(narrow, deepened(config, deepenings))
     hints = hints_at_depth(narrow, wide, deepenings, found)
-    exact, check, settled = _checked(narrow, wide, hints, call or default_call)
-    report = grow(narrow, wide, optimizer, noise=noise, seed=seed, method=method, hints=hints)
-    claim = report.method.claim(report.plan, narrow, as_list(optimizer))
-    if exact and not (claim.dynamics or (deepenings and claim.function)):
-        exact = False
-        check += f"; {type(report.method).__name__} does not continue the training: the check was by duplication"
-    wide.train(narrow.training)
-    notes = tuple(note for note in report.notes if note not in settled)
-    return wide, replace(report, exact=exact, check=check, notes=notes)
-
-
-def _checked(
-    narrow: "PreTrainedModel", wide: "PreTrainedModel", hints: Hints, call: Call
-) -> tuple[bool | None, str, tuple[str, ...]]:
-    """Compares the two models themselves, where memory allows. Raises a UserError if they differ.
-
-    Returns whether they are exact, what was checked, and notes of the plan that do not apply.
-
-    New layers that add something are compared as if they added nothing, and what they add is measured.
-    """
-
-    def compared(model: Any) -> Any:
-        return logits_of(call(model))
-
+    settings: dict[str, Any] = {"hints": hints, "noise": noise, "seed": seed, "method": method}
+    call = call or default_call
     try:
         with torch.no_grad(), state_kept(narrow.modules()), generators_kept():
-            compared(narrow)
+            call(narrow)
     except Exception as error:  # only the caller knows which inputs a model takes
-        reason = f"no input is known ({one_line(error, 200)}). Give call"
-        return None, str(Agreement(None, reason=reason)), ()
-    planned = plan(narrow, wide, hints=hints)
-    if planned.layers and not hints.residual:
-        return None, str(Agreement(None, reason="nothing makes the layers of this model add nothing")), ()
-    answer = check_agreement(narrow, wide, as_identity(planned, narrow, wide, hints.residual), compared)
-    if answer.exact is False:
-        raise UserError(f"this {narrow.config.model_type} model does not grow exactly: {answer.reason}")
-    if planned.keeps_function or answer.exact is None:
-        return answer.exact, str(answer), answer.settled
-    change = 100 * change_of_outputs(narrow, wide, planned, compared, getattr(torch, answer.precision))
-    text = f"the new layers change the outputs by {change:.3g} %; if they added nothing, {answer}"
-    return False, text, answer.settled
+        unchecked = f"not checked: no input is known ({one_line(error, 200)}). Give call"
+        return wide, replace(grow(narrow, wide, optimizer, **settings), check=unchecked)
+    return wide, grow_checked(narrow, wide, optimizer, call=partial(_logits, call), **settings)
+
+
+def _logits(call: Call, model: Any) -> Any:
+    return logits_of(call(model))
 
 
 def _found(narrow: "PreTrainedModel", config: "PretrainedConfig", call: Call | None, watch: Watch) -> Found:

@@ -104,7 +104,7 @@ def test_interleaved_layers_change_the_function_and_the_report_says_by_how_much(
         assert report.exact is False
         before, after = logits(shallow).double(), logits(deep).double()
         assert float(((after - before).square().sum() / before.square().sum()).sqrt()) > 0.01
-        assert "the new layers change the outputs by" in report.check
+        assert "the new layers change what call returns by" in report.check
         for index, source in enumerate(sources):
             copied = deep.model.layers[index].mlp.down_proj.weight
             assert torch.equal(copied, shallow.model.layers[source].mlp.down_proj.weight)
