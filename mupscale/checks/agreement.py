@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mupscale.checks.comparison import relative_error, widened_gradient
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
-from mupscale.checks.matching import MASKED, Match, Planned, match
+from mupscale.checks.matching import MASKED, Match, match, planned_layouts
 from mupscale.checks.recording import (
     buffers_kept,
     copied,
@@ -207,7 +207,7 @@ class _Check:
 
     def __init__(self, narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call, dtype: torch.dtype) -> None:
         self.plan, self.call, self.dtype = plan, call, dtype
-        self.planned = _planned(plan)
+        self.planned = planned_layouts(plan)
         self.modes = {name: module.training or not narrow.training for name, module in narrow.named_modules()}
         self.narrow, self.vary, self.reference = self._first_pass(narrow)
         if not self.reference.outputs:
@@ -511,15 +511,6 @@ class _Check:
         with buffers_kept(model), torch.no_grad():
             watched(model, self.call, note, dtype=self.dtype, vary=self.vary)
         return events
-
-
-def _planned(plan: Plan) -> Planned:
-    answer: dict[tuple[int, int], list[Any]] = {}
-    for entry in (*plan.parameters.values(), *plan.buffers.values()):
-        for sizes, layout in zip(zip(entry.narrow_shape, entry.wide_shape, strict=True), entry.layouts, strict=True):
-            if layout not in answer.setdefault(sizes, []):
-                answer[sizes].append(layout)
-    return answer
 
 
 def _named(model: nn.Module, name: str) -> str:

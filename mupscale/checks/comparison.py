@@ -5,22 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import islice, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mupscale.checks.matching import Match, candidates, match, planned_layouts
 from mupscale.checks.recording import Call
-from mupscale.widening.axes import (
-    Layout,
-    Piece,
-    duplicate,
-    evenly,
-    is_unit_by_unit,
-    narrow_length,
-    wide_length,
-)
+from mupscale.widening.axes import duplicate
 from mupscale.widening.growth import Growth
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.write import is_inexact, widen_, widen_gradient_
@@ -45,13 +37,12 @@ class Comparison:
     weight_drift: float = 0.0
     first: tuple[str, str] | None = None
     by_module: dict[str, float] = field(default_factory=dict)
-    layouts: dict[Any, tuple[tuple[Layout, ...], float]] = field(default_factory=dict)
+    matches: dict[Any, Match] = field(default_factory=dict)
+    """How single tensors are made of the narrow ones."""
     is_inexact: bool = False
     """Whether anything differed by more than the scale of an activation inside the model."""
     scaled: dict[str, float] = field(default_factory=dict)
     """The scale of the outputs of modules that differ by no more than that."""
-    scales: dict[Any, tuple[tuple[Layout, ...], float]] = field(default_factory=dict)
-    """The same for single tensors, with their layouts."""
     unscaled_drift: dict[str, float] = field(default_factory=dict)
     """The largest drift of each module's activations, apart from such a scale."""
     tracked: list[str] = field(default_factory=list)
@@ -60,6 +51,18 @@ class Comparison:
     """Whether a parameter that matters had a gradient other than zero, at any step."""
     has_moved: bool = False
     """Whether such a parameter moved, at any step."""
+
+    def __post_init__(self) -> None:
+        growths = self.plan.parameters.values()
+        self.planned = planned_layouts(self.plan)
+        self.fractions = {growth.ratio(axis) for growth in growths for axis in growth.fractional_axes}
+        # the output of a norm or a matrix in role `readout` carries the 1/k of the readout behind it, and any output
+        # the unit of what produced it
+        self.known_scales = {1.0} | {growth.rescale for growth in growths}
+        for growth in growths:
+            summed = [axis for axis, side in enumerate(growth.sides) if side == "in"]
+            if growth.role == "readout" and (growth.kind == "gain" or len(summed) > 1):
+                self.known_scales |= {growth.rescale / growth.axes[axis].reference for axis in summed}
 
     def blame(self, module: str, what: str, *, is_inexact: bool = True) -> None:
         self.is_inexact = self.is_inexact or is_inexact
@@ -78,21 +81,22 @@ class Comparison:
             self.activation_drift = math.inf
             return
         for index, (before, after) in enumerate(zip(narrow, wide, strict=True)):
-            drift = self._tensors_drift((index, "out"), before.outputs, after.outputs)
+            drift, unscaled, scale = self._drifts((index, "out"), before.outputs, after.outputs, before)
             self.activation_drift = worst_of(self.activation_drift, drift)
             self.by_module[before.name] = worst_of(self.by_module.get(before.name, 0.0), drift)
-            apart = drift
-            if not drift <= self.tolerance:
-                apart = self._unscaled_drift((index, "out"), before, after)
-                is_inexact = not apart <= self.tolerance
-                given = self._tensors_drift((index, "in"), before.inputs, after.inputs)
-                if given <= self.tolerance:
-                    what = f"its output drifts by {drift:.1e} although its input agrees,"
-                    self.blame(before.name, what, is_inexact=is_inexact)
-                elif self.first is None:
-                    self._blame_container(index, given, narrow, wide, is_inexact=is_inexact)
-                self.is_inexact = self.is_inexact or is_inexact
-            self.unscaled_drift[before.name] = worst_of(self.unscaled_drift.get(before.name, 0.0), apart)
+            self.unscaled_drift[before.name] = worst_of(self.unscaled_drift.get(before.name, 0.0), unscaled)
+            if drift <= self.tolerance:
+                continue
+            is_inexact = not unscaled <= self.tolerance
+            if not is_inexact:
+                self.scaled.setdefault(before.name, scale)
+            given, _, _ = self._drifts((index, "in"), before.inputs, after.inputs)
+            if given <= self.tolerance:
+                what = f"its output drifts by {drift:.1e} although its input agrees,"
+                self.blame(before.name, what, is_inexact=is_inexact)
+            elif self.first is None:
+                self._blame_container(index, given, narrow, wide, is_inexact=is_inexact)
+            self.is_inexact = self.is_inexact or is_inexact
 
     def _blame_container(
         self, index: int, given: float, narrow: list[Call], wide: list[Call], *, is_inexact: bool
@@ -109,7 +113,7 @@ class Comparison:
             around = next((i for i in range(index + 1, len(narrow)) if narrow[i].name == parent), None)
             if around is None:  # a list of modules is never called
                 continue
-            drift = self._tensors_drift((around, "in"), narrow[around].inputs, wide[around].inputs)
+            drift, _, _ = self._drifts((around, "in"), narrow[around].inputs, wide[around].inputs)
             if drift <= self.tolerance:
                 break
             inner, given = parent, drift
@@ -201,98 +205,58 @@ class Comparison:
             )
         return None
 
-    def _tensors_drift(self, key: Any, narrow: list[Tensor], wide: list[Tensor]) -> float:
-        if len(narrow) != len(wide):
-            return math.inf
-        drifts = [self._drift((key, i), a, b) for i, (a, b) in enumerate(zip(narrow, wide, strict=True))]
-        return worst_of(0.0, *drifts)
+    def _drifts(
+        self, key: Any, narrow: list[Tensor], wide: list[Tensor], made_by: Call | None = None
+    ) -> tuple[float, float, float]:
+        """The largest drift of some tensors; apart from one scale of each, the same at all steps; and such a scale.
 
-    def _drift(self, key: Any, narrow: Tensor, wide: Tensor) -> float:
-        """How far `wide` is from `narrow` duplicated in the layout that fits best, which is stored.
+        If a scale is wrong for what follows, that differs too. Nothing follows the output of the model.
+        """
+        if len(narrow) != len(wide):
+            return math.inf, math.inf, 1.0
+        drift, unscaled, scale = 0.0, 0.0, 1.0
+        for number, (a, b) in enumerate(zip(narrow, wide, strict=True)):
+            error, ratio = self._compared((key, number, a.shape, b.shape), a, b)
+            by_scale = worst_of(error, abs(ratio - 1))
+            if made_by is not None and made_by.is_outermost and (not made_by.name or a.shape == b.shape):
+                error = by_scale
+            drift, unscaled, scale = (
+                worst_of(drift, by_scale),
+                worst_of(unscaled, error),
+                scale if ratio == 1 else ratio,
+            )
+        return drift, unscaled, scale
+
+    def _compared(self, key: Any, narrow: Tensor, wide: Tensor) -> tuple[float, float]:
+        """How far a tensor is from the narrow one, in the layout that fits best and times a ratio; and the ratio.
 
         The layout of an activation is not known: heads may be a separate axis, or be flattened with positions. So every
         block length is tried. If a layout is wrong for the next module, the output of that module differs.
         """
         if narrow.ndim != wide.ndim:
-            return math.inf
+            return math.inf, 1.0
         size = float(narrow.abs().max()) if narrow.numel() else 0.0
-        key = key, narrow.shape, wide.shape
-        known = self.layouts.get(key)
-        best = _duplication_error(narrow, wide, *known, size) if known else math.inf
-        if best <= self.tolerance:
-            return best
-        if known and (self.is_inexact or key in self.scales):  # once diverged, no other layout will fit
-            return best
-        candidates = list(islice(self._candidates(narrow, wide), 4096))
-        if not candidates:  # a concatenation that no parameter describes: what follows will show
-            return 0.0
-        for candidate in candidates:
-            error = _duplication_error(narrow, wide, *candidate, size)
-            if not error >= best:
-                best, self.layouts[key] = error, candidate
-            if best <= self.tolerance:
-                break
-        return best
 
-    def _unscaled_drift(self, key: Any, narrow: Call, wide: Call) -> float:
-        """The drift of a module's output, apart from one scale for each tensor, the same at all steps.
+        def error_of(found: Match) -> float:
+            return relative_error(wide, duplicate(narrow, found.layouts) * found.ratio, size * found.ratio)
 
-        If a scale is wrong for what follows, that differs too. Nothing follows the output of the model.
-        """
-        if len(narrow.outputs) != len(wide.outputs):
-            return math.inf
-        drifts = []
-        for i, (a, b) in enumerate(zip(narrow.outputs, wide.outputs, strict=True)):
-            drift = self._drift((key, i), a, b)
-            is_final = narrow.is_outermost and (not narrow.name or a.shape == b.shape)
-            if not drift <= self.tolerance and not is_final and a.ndim == b.ndim:
-                drift, scale = self._scaled_drift(((key, i), a.shape, b.shape), a, b)
-                if drift <= self.tolerance:
-                    self.scaled.setdefault(narrow.name, scale)
-            drifts.append(drift)
-        return worst_of(0.0, *drifts)
+        found = self.matches.get(key)
+        is_settled = found is not None and (self.is_inexact or found.ratio != 1)  # once diverged, no other will fit
+        if found is None or not (is_settled or error_of(found) <= self.tolerance):
+            found = match(narrow, wide, self.tolerance, self.planned)
+            if found is None:
+                sizes = zip(narrow.shape, wide.shape, strict=True)
+                if not all(self._is_described(*each) for each in sizes):
+                    return 0.0, 1.0  # a concatenation that no parameter describes: what follows will show
+                found = min((Match(each, 1.0) for each in candidates(narrow, wide, self.planned)), key=error_of)
+            self.matches[key] = found
+        normalised = math.sqrt(narrow.numel() / wide.numel()) if _is_normalised(narrow, wide) else 1.0
+        known = any(math.isclose(found.ratio, scale, rel_tol=1e-6) for scale in (*self.known_scales, normalised))
+        return error_of(found), 1.0 if known else found.ratio
 
-    def _scaled_drift(self, key: Any, narrow: Tensor, wide: Tensor) -> tuple[float, float]:
-        """The drift from the narrow tensor times the scale that fits best, and this scale."""
-        size = float(narrow.abs().max()) if narrow.numel() else 0.0
-        if key in self.scales:
-            layouts, scale = self.scales[key]
-            return _duplication_error(narrow, wide, layouts, scale, size), scale
-        candidates = dict.fromkeys(layouts for layouts, _ in islice(self._candidates(narrow, wide), 4096))
-        for layouts in candidates:
-            scale = _fitted_scale(duplicate(narrow, layouts), wide)
-            error = _duplication_error(narrow, wide, layouts, scale, size) if scale > 0 else math.inf
-            if error <= self.tolerance:
-                self.scales[key] = layouts, scale
-                return error, scale
-        return math.inf, 1.0
-
-    def _candidates(self, narrow: Tensor, wide: Tensor) -> Iterator[tuple[tuple[Layout, ...], float]]:
-        planned = {layout for entry in self.plan.parameters.values() for layout in entry.layouts}
-        by_units = [layout for layout in planned if is_unit_by_unit(layout)]
-        fractions = {Fraction(wide_length(layout), narrow_length(layout)) for layout in by_units if layout[0].length}
-        axes: list[list[Layout]] = []
-        for n, w in zip(narrow.shape, wide.shape, strict=True):
-            if n == w:
-                axes.append([(Piece(n, max(n, 1), 1),)])
-                continue
-            options = [x for x in planned if narrow_length(x) == n and wide_length(x) == w]
-            if n and (w % n == 0 or Fraction(w, n) in fractions):
-                blocks = [block for block in range(1, n + 1) if n % block == 0 and w % block == 0]
-                options += [x for block in blocks if (x := evenly(n, w, block)) not in options]
-            axes.append(options)
-        # the output of a norm or a matrix in role `readout` carries the 1/k of the readout behind it, and any output
-        # the unit of what produced it
-        scales = {1.0} | {entry.rescale for entry in self.plan.parameters.values()}
-        for entry in self.plan.parameters.values():
-            summed = [axis for axis, side in enumerate(entry.sides) if side == "in"]
-            if entry.role == "readout" and (entry.kind == "gain" or len(summed) > 1):
-                scales |= {entry.rescale / entry.axes[axis].reference for axis in summed}
-        if _is_normalised(narrow, wide):
-            scales.add(math.sqrt(narrow.numel() / wide.numel()))
-        for scale in sorted(scales, reverse=True):
-            for layouts in product(*axes):
-                yield layouts, scale
+    def _is_described(self, n: int, w: int) -> bool:
+        """Whether the growth of an axis is a whole factor, or one that parameters have."""
+        return n == w or (n, w) in self.planned or (n > 0 and (w % n == 0 or Fraction(w, n) in self.fractions))
 
 
 def widened_gradient(growth: Growth, source: Tensor) -> Tensor:
@@ -300,18 +264,6 @@ def widened_gradient(growth: Growth, source: Tensor) -> Tensor:
     target = source.new_empty(growth.wide_shape)
     widen_gradient_(target, source, growth)
     return target
-
-
-def _duplication_error(narrow: Tensor, wide: Tensor, layouts: tuple[Layout, ...], scale: float, size: float) -> float:
-    return relative_error(wide, duplicate(narrow, layouts) * scale, size * scale)
-
-
-def _fitted_scale(narrow: Tensor, wide: Tensor) -> float:
-    """The factor of the narrow tensor that comes nearest to the wide one, by the entries that are finite in both."""
-    finite = narrow.isfinite() & wide.isfinite()
-    a, b = narrow.masked_fill(~finite, 0.0), wide.masked_fill(~finite, 0.0)
-    square = float(a.square().sum())
-    return float((a * b).sum()) / square if square > 0 else math.nan
 
 
 def _is_normalised(narrow: Tensor, wide: Tensor) -> bool:

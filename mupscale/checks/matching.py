@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mupscale.widening.axes import Layout, Piece, duplicate, evenly, wide_length
+from mupscale.widening.plan_text import Plan
 
 _MOST_LAYOUTS = 1024
 MASKED = 1e30
@@ -31,19 +32,28 @@ def match(narrow: Tensor, wide: Tensor, tolerance: float, planned: Planned = Map
     """How `wide` is made of `narrow`; None if it is not a duplicate of it. Of several ways, a planned one."""
     if narrow.ndim != wide.ndim or any(w < n for n, w in zip(narrow.shape, wide.shape, strict=True)):
         return None
-    for layouts in islice(_candidates(tuple(narrow.shape), tuple(wide.shape), planned), _MOST_LAYOUTS):
+    for layouts in candidates(narrow, wide, planned):
         ratio = _ratio(duplicate(narrow, layouts), wide, tolerance)
         if ratio is not None:
             return Match(layouts, ratio)
     return _matched_by_units(narrow, wide, tolerance)
 
 
-def _candidates(narrow: tuple[int, ...], wide: tuple[int, ...], planned: Planned) -> Iterator[tuple[Layout, ...]]:
-    axes = [
-        list(dict.fromkeys((*planned.get(sizes, ()), *_equal_blocks(*sizes))))
-        for sizes in zip(narrow, wide, strict=True)
-    ]
-    yield from product(*axes)
+def planned_layouts(plan: Plan) -> Planned:
+    """The layouts of all parameters and buffers."""
+    answer: dict[tuple[int, int], list[Layout]] = {}
+    for entry in (*plan.parameters.values(), *plan.buffers.values()):
+        for sizes, layout in zip(zip(entry.narrow_shape, entry.wide_shape, strict=True), entry.layouts, strict=True):
+            if layout not in answer.setdefault(sizes, []):
+                answer[sizes].append(layout)
+    return answer
+
+
+def candidates(narrow: Tensor, wide: Tensor, planned: Planned) -> Iterator[tuple[Layout, ...]]:
+    """The layouts to try, of all axes: planned ones first, then those of equal blocks."""
+    sizes = zip(narrow.shape, wide.shape, strict=True)
+    axes = [dict.fromkeys((*planned.get(each, ()), *_equal_blocks(*each))) for each in sizes]
+    return islice(product(*axes), _MOST_LAYOUTS)
 
 
 def _equal_blocks(n: int, w: int) -> list[Layout]:
