@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -71,27 +72,28 @@ def row_chunks(layout: Layout, most: int) -> Iterator[tuple[slice, slice]]:
         start += len(part)
 
 
-def _read(stream: BinaryIO, stored: StoredTensor, rows: slice | None = None) -> Tensor:
-    """A tensor on disk, or some rows of it. Raises a UserError if it is cut short, or has entries not finite."""
-    start, shape = (0, stored.shape) if rows is None else (rows.start, (rows.stop - rows.start, *stored.shape[1:]))
-    tensor = torch.empty(shape, dtype=stored.dtype)
+def _read(stream: BinaryIO, stored: StoredTensor, target: Tensor, start: int = 0) -> Tensor:
+    """Fills `target` with rows of a tensor on disk. Raises a UserError if they are not there, or are not finite."""
     stream.seek(stored.offset + start * stored.row_size)
-    if stream.readinto(as_bytes(tensor)) != tensor.nbytes:  # type: ignore[attr-defined]
+    if stream.readinto(as_bytes(target)) != target.nbytes:  # type: ignore[attr-defined]
         raise UserError(f"{stored.path} ends before its tensors do; get it again")
-    if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
+    if target.numel() and target.is_floating_point() and not torch.stack(target.aminmax()).isfinite().all():
         raise UserError(f"{stored.name!r} has NaN or infinite entries; take an earlier checkpoint")
-    return tensor
+    return target
 
 
 @torch.no_grad()
 def wide_rows(tensor: GrowingTensor) -> Iterator[Tensor]:
-    """The wide tensor, some rows at a time."""
+    """The wide tensor, some rows at a time, in memory that is used again for the next ones."""
     entry, stored = tensor.entry, tensor.source
-    row_size = torch.Size(entry.wide_shape[1:]).numel() * stored.dtype.itemsize
+    most = max(CHUNK_BYTES // max(torch.Size(entry.wide_shape[1:]).numel() * stored.dtype.itemsize, 1), 1)
+    narrow, wide = (
+        torch.empty((min(most, shape[0]), *shape[1:]), dtype=stored.dtype) for shape in (stored.shape, entry.wide_shape)
+    )
     with stored.path.open("rb") as stream:
-        for rows, narrow_rows in row_chunks(entry.layouts[0], CHUNK_BYTES // max(row_size, 1)):
-            source = _read(stream, stored, narrow_rows)
-            target = torch.empty((rows.stop - rows.start, *entry.wide_shape[1:]), dtype=stored.dtype)
+        for rows, narrow_rows in row_chunks(entry.layouts[0], most):
+            source = _read(stream, stored, narrow[: narrow_rows.stop - narrow_rows.start], narrow_rows.start)
+            target = wide[: rows.stop - rows.start]
             if entry.fill is not None:
                 target.fill_(entry.fill)
             else:
@@ -104,7 +106,7 @@ def wide_tensor(tensor: GrowingTensor, widening: Widening) -> tuple[Tensor, floa
     """The wide tensor at once, with its noise, and the σ̄ of that."""
     entry = tensor.entry
     with tensor.source.path.open("rb") as stream:
-        source = _read(stream, tensor.source)
+        source = _read(stream, tensor.source, torch.empty(tensor.source.shape, dtype=tensor.source.dtype))
     target = torch.empty(entry.wide_shape, dtype=source.dtype)
     if entry.fill is not None:
         target.fill_(entry.fill)
@@ -132,7 +134,7 @@ def write_wide(
     make again, with the checksum of what was written. UserError for a difference.
     """
     written = Written()
-    with ThreadPoolExecutor(1) as pool:
+    with _one_thread(), ThreadPoolExecutor(1) as pool:
         checks = []
         for file in files:
             with file.path.open("xb") as stream:
@@ -143,6 +145,17 @@ def write_wide(
         for check in checks:
             check.result()
     return written
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keeps torch from splitting an operation: writing and checking have a thread each, and need the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _write(stream: BinaryIO, tensor: GrowingTensor, widening: Widening, written: Written, progress: Progress) -> None:

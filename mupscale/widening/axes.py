@@ -168,7 +168,11 @@ def duplicate_(
     """
     scales = scales or [[1.0] * len(layout) for layout in layouts]
     if rows is not None:
-        source = source.index_select(0, (source_index(layouts[0])[rows] - first).to(source.device))
+        wanted = source_index(layouts[0])[rows] - first
+        if len(wanted) and len(wanted) == 1 + wanted[-1] - wanted[0]:  # consecutive rows, of which no copy is needed
+            source = source[wanted[0] : wanted[-1] + 1]
+        else:
+            source = source.index_select(0, wanted.to(source.device))
         kept, kept_scales = _copied_rows(layouts[0], scales[0], rows)
         layouts, scales = (kept, *layouts[1:]), (kept_scales, *scales[1:])
     dtype = torch.promote_types(source.dtype, target.dtype)
