@@ -1,22 +1,30 @@
-"""The checkpoints of a run: those that the user's options keep, and those that are kept for resuming."""
+"""The checkpoints of a run: those that the user's options keep, and those that are kept for resuming.
 
+Uses private names of Lightning's ModelCheckpoint, as `models/_lightning.py` does of others; see tests/test_seams.py.
+"""
+
+import math
 import os
 import shutil
 import signal
+import sys
+import threading
+import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
-from mupscale.atomic import partial, sync_folder
-from mupscale.callbacks.stop_request import StopRequest
+from mupscale.atomic import partial, replacing, sync_folder
 from mupscale.callbacks.strides import Strides
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, is_remote, is_trial_run, set_callbacks
-from mupscale.models._lightning_checkpoint import OpenCheckpoint
-from mupscale.models._lightning_loop import accumulates
+from mupscale.models._lightning import callbacks_of, is_remote, is_trial_run, run_folder, set_callbacks
+from mupscale.models._lightning_loop import accumulates, batches_left, steps_before_validation
 from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, run_and_step
 from mupscale.models.checkpoint_files import files_of, write_whole_files
 
@@ -24,7 +32,7 @@ KEPT = 2
 """How many of the newest checkpoints stay for resuming: one may be damaged."""
 
 
-class RunCheckpoint(OpenCheckpoint, Strides):
+class RunCheckpoint(ModelCheckpoint, Strides):
     """A ModelCheckpoint that also saves at the end of a run, and keeps working after interruptions and moved folders.
 
     The options (`monitor`, `save_top_k`, `filename`, `save_weights_only`) decide which checkpoints are kept. Apart from
@@ -42,7 +50,10 @@ class RunCheckpoint(OpenCheckpoint, Strides):
 
     points: "ResumePoints | None" = None
 
-    stop: StopRequest | None = None
+    stop: "StopRequest | None" = None
+
+    resumable: tuple[int, Path] | None = None
+    """The last step that was saved with all that a run needs to be resumed, and where."""
 
     has_warned = False
     """Whether the user knows that the monitored metric is not there."""
@@ -50,6 +61,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.is_shared = self.dirpath is not None  # a folder that the user named may be that of other runs as well
         super().setup(trainer, pl_module, stage)
+        self.written: dict[str, None] = {}  # and not deleted, in their order
         write_whole_files(trainer)
         self.files = files_of(trainer)
         if stage != "fit":
@@ -63,7 +75,6 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         assert self.dirpath is not None
         name = f"{RESUME}-{self.run[:8]}" if self.is_shared and self.run is not None else RESUME
         self.points = ResumePoints(Path(self.dirpath) / trainer.strategy.broadcast(name), self)
-        self.points.setup(trainer, pl_module, stage)
         if trainer.is_global_zero:
             delete_partial_files(Path(self.dirpath), self.points.folder)
 
@@ -91,16 +102,22 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         _, step = run_and_step(resumed)
         if trainer.is_global_zero:
             for path in self.written.keys() - kept:
-                if self.removes(Path(path), resumed):
+                if self._should_remove_checkpoint(trainer, path, str(resumed)):
                     delete(Path(path))
             self.delete_later_ones(trainer, step)
         self.written = {path: None for path in self.written if path in kept}
         if self.written:
             self.relink(trainer, Path(next(reversed(self.written))))
         if resumed.absolute().parent == self.points.folder.absolute():
-            self.points.mark(step, str(resumed))
+            self.points._last_global_step_saved = step
         elif str(resumed.absolute()) in self.written:
             self.resumable = step, resumed
+
+    def kept(self) -> set[str]:
+        """The checkpoints that the options keep, of those that were written."""
+        if self.save_top_k == -1:
+            return set(self.written)
+        return {self.best_model_path, self.last_model_path, *self.best_k_models}
 
     def delete_later_ones(self, trainer: Trainer, since: int) -> None:
         """Deletes what other callbacks wrote after the checkpoint that the run goes on from: they will write it again,
@@ -118,31 +135,43 @@ class RunCheckpoint(OpenCheckpoint, Strides):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        if step != trainer.max_steps and not self.is_idle_at(step):
+        step, every = trainer.global_step, self._every_n_train_steps
+        is_idle = self._train_time_interval is None and (every < 1 or step % every != 0)
+        if step != trainer.max_steps and not is_idle:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self.keep_newest("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
         if step != trainer.max_steps and not accumulates(trainer):
-            self._stop_if_asked(trainer)
+            self.stop_if_asked(trainer)
         self.files.raise_error()
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         is_asked = self.stop is not None and self.stop.number is not None
-        return 0 if is_asked or self.files.has_failed else self.idle_steps(trainer)
+        if is_asked or self.files.has_failed or self._train_time_interval is not None:
+            return 0
+        every = self._every_n_train_steps
+        by_steps = every - 1 - trainer.global_step % every if every >= 1 else math.inf
+        if self._defer_save_until_validation:
+            return min(by_steps, steps_before_validation(trainer))
+        if self._every_n_epochs < 1:
+            return by_steps
+        if (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+            return min(by_steps, steps_before_validation(trainer))
+        return min(by_steps, batches_left(trainer))
 
-    def _stop_if_asked(self, trainer: Trainer) -> None:
+    def stop_if_asked(self, trainer: Trainer) -> None:
         """Ends a run that a signal asks to end, with a checkpoint for resuming."""
         if self.stop is None or self.stop.number is None:
             return
         assert self.points is not None
-        if not self.points.has_saved(trainer.global_step):
-            self.points.save_now(trainer)
-        self.relink(trainer, self.points.folder / f"step={trainer.global_step}.ckpt")
+        if self.points._last_global_step_saved != trainer.global_step:
+            self.points.save(trainer)
+        self.relink(trainer, self.points.path_of(trainer))
         self.files.wait()
         self.stop.obey()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
+        self.resumable = None  # it may be of the middle of a step
         if self.stop is not None:
             self.stop.end()
             if self.stop.is_urgent:
@@ -163,9 +192,9 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         # others are logged in training, maybe later; the user should not have to wait for a checkpoint that is due
         is_of_validations = self.monitor is not None and not self.monitor.startswith("train")
         if is_of_validations and not trainer.sanity_checking and self.lacks_metric(trainer):
-            self.on_missing_metric(trainer)
+            self.warn_of_metric(trainer)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.global_step != trainer.max_steps:
-            self._stop_if_asked(trainer)
+            self.stop_if_asked(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
@@ -174,35 +203,66 @@ class RunCheckpoint(OpenCheckpoint, Strides):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_trial_run(trainer) or trainer.global_step == 0:
             return
-        self.save_now(trainer)
+        candidates = self._monitor_candidates(trainer)
+        self._save_topk_checkpoint(trainer, candidates)
+        if self._last_global_step_saved == trainer.global_step:
+            self._save_last_checkpoint(trainer, candidates)
+        elif self.save_last:  # the last step, even if it is not among the best
+            path = Path(self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST))
+            self._save_checkpoint(trainer, str(self.free_path(path, trainer)))
         if self.points is not None:
-            self.points.save_now(trainer)
+            self.points.save(trainer)
         self.files.wait()
         if self.current_score is None and self.lacks_metric(trainer):
-            raise UserError(f"{self._without_metric(trainer)}. The last step is saved in {self.dirpath}")
+            raise UserError(f"{self.without_metric(trainer)}. The last step is saved in {self.dirpath}")
 
-    def on_missing_metric(self, trainer: Trainer) -> None:
+    def lacks_metric(self, trainer: Trainer) -> bool:
+        """Whether the best checkpoints are kept by a metric that is not there, though there was a validation."""
+        is_measured = self.save_top_k != 0 and trainer.fit_loop.epoch_loop.val_loop._has_run
+        return is_measured and self.monitor is not None and self.monitor not in self._monitor_candidates(trainer)
+
+    def warn_of_metric(self, trainer: Trainer) -> None:
         """Warns once, and waits: a metric may be logged at some steps only. Checkpoints for resuming need none."""
         if not self.has_warned:
             self.has_warned = True
-            rank_zero_warn(f"{self._without_metric(trainer)}. No checkpoint is kept as the best yet", stacklevel=2)
+            rank_zero_warn(f"{self.without_metric(trainer)}. No checkpoint is kept as the best yet", stacklevel=2)
 
-    def _without_metric(self, trainer: Trainer) -> str:
+    def without_metric(self, trainer: Trainer) -> str:
         there = ", ".join(sorted(trainer.callback_metrics)) or "none"
         return f"checkpoint.monitor: {self.monitor} was not logged up to step {trainer.global_step}; there are {there}"
 
     def keep_newest(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
-        """Keeps what the policy saved for resuming as well; if it saved nothing, saves whenever its triggers fire."""
+        """Keeps what the options saved for resuming as well; if they saved nothing, saves when their triggers fire."""
         points, step = self.points, trainer.global_step
         if points is None:
             return
-        if self.resumable_at(step) is not None and not points.has_saved(step):
-            points.save_now(trainer)
+        if self.resumable_at(step) is not None and points._last_global_step_saved != step:
+            points.save(trainer)
         else:
             getattr(points, hook)(trainer, *arguments)
 
+    def resumable_at(self, step: int) -> Path | None:
+        """The checkpoint of a step, if this has written one from which a run can be resumed."""
+        return self.resumable[1] if self.resumable is not None and self.resumable[0] == step else None
+
+    def relink(self, trainer: Trainer, path: Path) -> None:
+        """Makes the link to the last checkpoint point to this one, as it does once that is saved."""
+        if self.save_last and not self.last_model_path:
+            candidates = self._monitor_candidates(trainer)
+            self.last_model_path = self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST)
+        if self.save_last == "link":
+            self._link_checkpoint(trainer, str(path), self.last_model_path)
+
+    # --- its state
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "progress": self.progress()}
+        progress = {  # what Lightning does not save, but a run that is resumed must know
+            "written": list(self.written),
+            "last_step": self._last_global_step_saved,
+            "last_path": self._last_checkpoint_saved,
+            "is_deferred": self._defer_save_until_validation,
+        }
+        return {**super().state_dict(), "progress": progress}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state even if the folder of the run was moved or renamed."""
@@ -210,10 +270,12 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         super().load_state_dict(in_folder(state_dict, new))
         if "progress" in state_dict:
             progress = state_dict["progress"]
-            written = [moved(path, old, new) for path in progress["written"]]
+            self.written = dict.fromkeys(moved(path, old, new) for path in progress["written"])
             last = moved(progress["last_path"], old, new)
-            last = last if last and Path(last).exists() else ""  # a run that goes on in a new folder has none there
-            self.restore_progress({**progress, "written": written, "last_path": last})
+            self._last_global_step_saved = progress["last_step"]
+            # a run that goes on in a new folder has none there
+            self._last_checkpoint_saved = last if last and Path(last).exists() else ""
+            self._defer_save_until_validation = progress["is_deferred"]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Lets the user's own checkpoint callbacks continue with their files if the folder of the run was moved, or is
@@ -226,17 +288,63 @@ class RunCheckpoint(OpenCheckpoint, Strides):
             if state is not None and state.get("dirpath") not in (None, new) and Path(new).is_dir():
                 checkpoint["callbacks"][callback.state_key] = in_folder(state, new)
 
-    def resume_points(self, folder: Path) -> set[Path]:
-        points = set(folder.glob(f"{RESUME}*/step=*.ckpt"))
-        if points or self.save_weights_only:
-            return points
-        return set(folder.glob("*.ckpt"))  # of a run that was killed before it had linked its first checkpoint
+    # --- files
 
-    def removes(self, previous: Path, current: Path) -> bool:
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if self.lacks_metric(trainer):  # Lightning would end the run
+            self.warn_of_metric(trainer)
+        else:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if is_remote(filepath):
+            super()._save_checkpoint(trainer, filepath)
+            return
+        # before, because the checkpoint holds all of these
+        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
+        self._defer_save_until_validation = False
+        path = Path(filepath)
+        if trainer.is_global_zero and path.is_dir():
+            shutil.rmtree(path)  # its files have other names, by which they must not change
+        trainer.strategy.barrier()
+        self.written[filepath] = None
+        with files_of(trainer).deferring():
+            super()._save_checkpoint(trainer, filepath)
+        if not self.save_weights_only:
+            self.resumable = trainer.global_step, path
+
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         """Also the one the run was resumed from, once there is a newer one: or every interruption would leave one
         behind."""
+        if is_remote(previous):
+            return super()._should_remove_checkpoint(trainer, previous, current)
         assert self.dirpath is not None
-        return previous != current and Path(self.dirpath).absolute() in previous.absolute().parents
+        return Path(previous) != Path(current) and Path(self.dirpath).absolute() in Path(previous).absolute().parents
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        remove = super()._remove_checkpoint
+        files_of(trainer).later(lambda: remove(trainer, filepath))
+        self.written.pop(filepath, None)
+
+    @staticmethod
+    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        path, link = Path(filepath), Path(linkpath)
+        if trainer.is_global_zero and path.absolute() != link.absolute():
+            files_of(trainer).later(lambda: replace_link(path, link))
+        trainer.strategy.barrier()
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """For `ckpt_path="last"`; a process that was killed may have left a link to a checkpoint that it had just
+        deleted."""
+        found = super()._find_last_checkpoints(trainer)
+        folder = self.dirpath or run_folder(trainer, trainer.log_dir)
+        if folder is None or is_remote(folder):
+            return found
+        own = Path(folder) if self.dirpath else Path(folder) / "checkpoints"
+        points = set(own.glob(f"{RESUME}*/step=*.ckpt"))
+        if not points and not self.save_weights_only:
+            points = set(own.glob("*.ckpt"))  # of a run that was killed before it had linked its first checkpoint
+        return {path for path in found if Path(path).exists()} | set(map(str, points))
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """Whether a file must not be overwritten, because it is not of this run."""
@@ -255,6 +363,52 @@ class RunCheckpoint(OpenCheckpoint, Strides):
             number += 1
             free = path.with_stem(f"{path.stem}-v{number}")
         return free
+
+
+class ResumePoints(ModelCheckpoint):
+    """The newest checkpoints of a run, in a separate folder; written when the triggers of a RunCheckpoint fire.
+
+    That handles its files first: the last checkpoint of a run counts only once it is in this folder.
+    """
+
+    def __init__(self, folder: Path, policy: RunCheckpoint) -> None:
+        super().__init__(
+            dirpath=folder,
+            every_n_train_steps=policy._every_n_train_steps,
+            every_n_epochs=policy._every_n_epochs,
+            train_time_interval=policy._train_time_interval,
+            save_on_train_epoch_end=policy._save_on_train_epoch_end,
+        )
+        self.folder = folder
+        self.policy = policy
+
+    def path_of(self, trainer: Trainer) -> Path:
+        return self.folder / f"step={trainer.global_step}.ckpt"
+
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        path, same, files = self.path_of(trainer), self.policy.resumable_at(trainer.global_step), files_of(trainer)
+        self._last_global_step_saved = trainer.global_step
+        self._last_time_checked = time.monotonic()
+        if trainer.is_global_zero:
+            files.later(lambda: self.leave(KEPT - 1, but=path))
+            if same is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                files.later(lambda: link(same, path))
+        if same is None:
+            with files.deferring():
+                trainer.save_checkpoint(path)
+        else:
+            trainer.strategy.barrier()
+
+    def leave(self, count: int, but: Path) -> None:
+        """Deletes all but the newest."""
+        there = {path: step_of(path) for path in self.folder.glob("step=*.ckpt") if path != but}
+        older = sorted((path for path in there if there[path] < step_of(but)), key=lambda path: there[path])
+        for path in there.keys() - set(older[-count:]):
+            delete(path)
 
 
 def refuse_filename(policy: ModelCheckpoint) -> None:
@@ -289,41 +443,6 @@ def in_folder(state: dict[str, Any], new: str) -> dict[str, Any]:
     paths = {key: moved(state[key], old, new) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
     best = {moved(path, old, new): score for path, score in state["best_k_models"].items()}
     return {**state, **paths, "best_k_models": best, "dirpath": new}
-
-
-class ResumePoints(OpenCheckpoint):
-    """The newest checkpoints of a run, in a separate folder; written when the policy's triggers fire.
-
-    The policy handles its files first: the last checkpoint of a run counts only once it is in this folder.
-    """
-
-    def __init__(self, folder: Path, policy: RunCheckpoint) -> None:
-        super().__init__(dirpath=folder, filename="{step}", enable_version_counter=False, **policy.triggers())
-        self.folder = folder
-        self.policy = policy
-
-    def write(self, trainer: Trainer, path: Path) -> None:
-        same, files = self.policy.resumable_at(trainer.global_step), files_of(trainer)
-        if trainer.is_global_zero:
-            files.later(lambda: self.leave(KEPT - 1, but=path))
-            if same is not None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                files.later(lambda: link(same, path))
-        if same is None:
-            with files.deferring():
-                trainer.save_checkpoint(path)
-        else:
-            trainer.strategy.barrier()
-
-    def removes(self, previous: Path, current: Path) -> bool:
-        return False  # `write` has done it
-
-    def leave(self, count: int, but: Path) -> None:
-        """Deletes all but the newest."""
-        there = {path: step_of(path) for path in self.folder.glob("step=*.ckpt") if path != but}
-        older = sorted((path for path in there if there[path] < step_of(but)), key=lambda path: there[path])
-        for path in there.keys() - set(older[-count:]):
-            delete(path)
 
 
 def link(path: Path, other: Path) -> None:
@@ -365,3 +484,65 @@ def step_of(path: Path) -> int:
     """The step in the name of a checkpoint of ResumePoints."""
     digits = path.stem.removeprefix("step=")
     return int(digits) if digits.isdigit() else -1
+
+
+def replace_link(path: Path, link: Path) -> None:
+    """Links to a checkpoint, if it is there, in one operation: a process that is killed in it leaves the old link."""
+    if not path.exists():
+        return
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
+    with replacing(link, partial(link)) as new:
+        new.unlink(missing_ok=True)
+        new.symlink_to(os.path.relpath(path, link.parent))
+
+
+# --- signals
+
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+
+class StopRequest:
+    """Notes the first signal that asks this process to end; the second one raises an exception wherever it is."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.is_urgent = False
+        """Whether a second signal came."""
+        self._before: dict[int, Any] = {}
+        self._process = 0
+
+    def listen(self, noted: int | None = None) -> None:
+        """From now on, in the main thread, for signals that are not ignored; `noted` is one that came before."""
+        self.number = noted
+        self._process = os.getpid()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in WORDS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._before[number] = signal.signal(number, self._note)
+
+    def end(self) -> None:
+        """Puts the former handlers back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def obey(self) -> None:
+        """Raises what ends a run by the signal that was noted."""
+        number = self.number
+        self.end()
+        raise KeyboardInterrupt if number == signal.SIGINT else SIGTERMException
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker of a data loader, which Ctrl-C reaches too: its parent decides
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self.number is not None:
+            self.number, self.is_urgent = number, True
+            self.obey()
+        self.number = number
+        word = WORDS[signal.Signals(number)]
+        print(f"{word}: the run ends after this step, with a checkpoint; again, and it ends at once", file=sys.stderr)

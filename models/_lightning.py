@@ -1,8 +1,8 @@
 """Private names of Lightning's trainers, modules, loggers, weight averaging and command line.
 
-Every use of a private name of Lightning is in a file `_lightning*.py`; tests/test_seams.py fails if a release changes
-one. The files are in models/ because models/ is the lowest package that imports Lightning; callbacks and commands use
-them too.
+Every use of a private name of Lightning is in a file `_lightning*.py`, or in callbacks/run_checkpoint.py;
+tests/test_seams.py fails if a release changes one. The files are in models/ because models/ is the lowest package that
+imports Lightning; callbacks and commands use them too.
 """
 
 import copy
