@@ -1,17 +1,16 @@
 """The checkpoints of growable modules: what they hold in addition to Lightning's part, and how it is loaded."""
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import NoneType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.errors import UserError, shown
-from mupscale.sharded_checkpoints import METADATA, damage_in
+from mupscale.data_files import interpreting
+from mupscale.errors import UserError, refuse_unless_level, shown
+from mupscale.sharded_checkpoints import META, METADATA, damage_in, data_in
 from mupscale.sharding import is_sharded, whole
 from mupscale.widening.stepping import Records, record_of, records_of, store_records
 from mupscale.widening.write import first_non_finite
@@ -86,22 +85,16 @@ def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]
     problem = damage_in(Path(path))
     if problem is not None:
         raise UserError(f"{path} is damaged: {problem}")
-    try:
-        return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
-    except Exception as error:  # torch raises many exception types
-        raise UserError(
-            f"{path} is not a checkpoint, or is damaged ({type(error).__name__}); use another one"
-        ) from error
+    return data_in(Path(path), mapped=mapped)
 
 
 def peek(path: Path) -> dict[str, Any] | None:
     """The content of a checkpoint, its tensors mapped and not read; None if it is damaged or not a checkpoint."""
-    file = path / "meta.pt" if path.is_dir() else path  # a sharded checkpoint is a folder
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # torch raises many exception types
+        content = data_in(path / META if path.is_dir() else path, mapped=True)  # a sharded checkpoint is a folder
+    except UserError:
         return None
-    return content if isinstance(content, dict) and isinstance(content.get("global_step"), int) else None
+    return content if isinstance(content.get("global_step"), int) else None
 
 
 def run_in(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -116,30 +109,28 @@ def run_and_step(path: Path) -> tuple[str | None, int]:
     return (None, -1) if content is None else (run_in(content).get("id"), content["global_step"])
 
 
-def refuse_malformed(checkpoint: Any) -> None:
+def refuse_malformed(checkpoint: dict[str, Any]) -> None:
     """Raises a UserError if something is not a checkpoint of a growable module, or parts have wrong types."""
-    ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
-    arguments = checkpoint.get("hyper_parameters") if isinstance(checkpoint, dict) else None
+    ours, arguments = checkpoint.get(CHECKPOINT_KEY), checkpoint.get("hyper_parameters")
     if not isinstance(ours, dict) or not isinstance(arguments, dict):
         raise UserError(_FOREIGN)
+    for key, value in {**dict.fromkeys(_FORMS), **ours, **checkpoint, **arguments}.items():
+        kinds = _FORMS.get(key)
+        if kinds is not None and value is not None and not isinstance(value, kinds):
+            raise _damaged(key, value, " or ".join(kind.__name__ for kind in kinds))
     for key in ("state_dict", "current_model_state"):
-        weights = checkpoint.get(key, {})
-        if not isinstance(weights, dict):
-            raise _damaged(key, weights, "tensors by name")
-        for name, value in weights.items():
+        for name, value in checkpoint.get(key, {}).items():
             if not isinstance(name, str) or (name.startswith("net.") and not _is_plain(value)):
                 raise _damaged(f"{key}[{name!r}]", value, "a dense tensor")
-    forms: dict[str, tuple[Any, type | tuple[type, ...], str]] = {
-        "mixed_widths": (ours.get("mixed_widths", {}), dict, "widths by name"),
-        "callbacks": (checkpoint.get("callbacks", {}), dict, "states by name"),
-        "loops": (checkpoint.get("loops", {}), dict, "states by name"),
-        "global_step": (checkpoint.get("global_step", 0), int, "a whole number"),
-        "width": (arguments.get("width", 1), (int, list, tuple), "a whole number, or a list of them"),
-        "layers": (arguments.get("layers"), (int, list, tuple, NoneType), "a whole number, or a list of them"),
-    }
-    for key, (value, kind, wanted) in forms.items():
-        if not isinstance(value, kind):
-            raise _damaged(key, value, wanted)
+
+
+_FORMS: dict[Any, tuple[type, ...]] = {
+    **dict.fromkeys(("state_dict", "current_model_state", "mixed_widths", "callbacks", "loops"), (dict,)),
+    **dict.fromkeys(("optimizer_states", "optimizer_names", "optimizer_classes", "lr_schedulers"), (list,)),
+    **dict.fromkeys(("width", "layers"), (int, list, tuple)),
+    "global_step": (int,),
+}
+"""What parts of a checkpoint are, if they are there."""
 
 
 def _is_plain(value: Any) -> bool:
@@ -148,53 +139,22 @@ def _is_plain(value: Any) -> bool:
 
 def refuse_malformed_optimizers(checkpoint: dict[str, Any]) -> None:
     """Raises a UserError if optimizer or schedule states of a checkpoint are not what torch's state_dict returns."""
-    ours = checkpoint[CHECKPOINT_KEY]
-    states = checkpoint.get("optimizer_states", [])
-    names, classes = ours.get("optimizer_names"), ours.get("optimizer_classes")
-    schedules = checkpoint.get("lr_schedulers", [])
-    lists = {
-        "optimizer_states": (states, dict),
-        "optimizer_names": (names, list),
-        "optimizer_classes": (classes, str),
-        "lr_schedulers": (schedules, dict),
-    }
-    for key, (value, kind) in lists.items():
-        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise _damaged(key, value, f"a list of {kind.__name__}")
+    ours, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", [])
+    names, classes = ours.get("optimizer_names", []), ours.get("optimizer_classes", [])
     if states and not len(states) == len(names) == len(classes):
         raise _damaged("optimizer_classes", classes, f"the classes and the parameter names of {len(states)} optimizers")
-    for state, parameters in zip(states, names, strict=False):
-        _refuse_malformed_groups(state, len(parameters))
-
-
-def _refuse_malformed_groups(state: dict[str, Any], parameters: int) -> None:
-    groups, tensors = state.get("param_groups"), state.get("state")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise _damaged("param_groups", groups, "a list of dict")
-    indices: list[Any] = []
-    for group in groups:
-        listed = group.get("params")
-        if not isinstance(listed, list):
-            raise _damaged("params of param_groups", listed, "a list")
-        indices += listed
-    if sorted(map(repr, indices)) != sorted(map(repr, range(parameters))):
-        raise _damaged("params of param_groups", indices, f"each of 0 to {parameters - 1} once")
-    if not isinstance(tensors, dict) or not all(isinstance(value, dict) for value in tensors.values()):
-        raise _damaged("the optimizer state", tensors, "a dict by number")
-
-
-def refuse_malformed_rates(checkpoint: dict[str, Any]) -> None:
-    for group in (group for state in checkpoint.get("optimizer_states", []) for group in state["param_groups"]):
-        for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
-            numbers = group.get(key, 0.0 if key != "lr" else None)
-            if not all(_is_level(number) for number in (numbers if isinstance(numbers, tuple | list) else [numbers])):
-                raise _damaged(f"{key} of param_groups", numbers, "a finite number of at least 0")
-
-
-def _is_level(value: Any) -> bool:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    return isinstance(value, float | int) and math.isfinite(value) and value >= 0
+    with interpreting("this checkpoint is damaged: its optimizer state"):
+        for state, parameters in zip(states, names, strict=False):
+            indices = [index for group in state["param_groups"] for index in group["params"]]
+            if sorted(indices) != list(range(len(parameters))):
+                raise _damaged("params of param_groups", indices, f"each of 0 to {len(parameters) - 1} once")
+            if not all(isinstance(value, dict) for value in state["state"].values()):
+                raise _damaged("the optimizer state", state["state"], "a dict by number")
+            for group in state["param_groups"]:
+                for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
+                    value = group.get(key, 0.0)
+                    for level in value if isinstance(value, tuple | list) else [value]:
+                        refuse_unless_level(f"this checkpoint is damaged: {key} of param_groups", level)
 
 
 def _damaged(key: str, value: Any, wanted: str) -> UserError:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mupscale._torch import place_in_shard
 from mupscale.errors import UserError
-from mupscale.sharded_checkpoints import META, METADATA, check_sharded, damage_in_shards
+from mupscale.sharded_checkpoints import META, METADATA, check_sharded, damage_in_shards, data_in
 
 Keys = tuple[str | int, ...]
 """The keys that lead to a value: ("optimizer_0", "state", "net.layers.0.weight", "exp_avg")."""
@@ -51,13 +51,7 @@ def outline(folder: Path) -> dict[str, Any]:
 def _rest(folder: Path) -> dict[str, Any]:
     if not (folder / META).is_file():
         raise UserError(f"{folder} was never finished: it has no {META}; use another checkpoint")
-    try:
-        rest = torch.load(folder / META, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many exception types
-        raise UserError(f"{folder / META} is not a checkpoint, or is damaged") from error
-    if not isinstance(rest, dict):
-        raise UserError(f"{folder / META} is not a checkpoint")
-    return rest
+    return data_in(folder / META)
 
 
 class ShardedCheckpoint:

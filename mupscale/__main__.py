@@ -6,10 +6,8 @@ import textwrap
 
 from mupscale import _torchmetrics
 from mupscale.commands._jsonargparse import did_you_mean
-from mupscale.commands.loading import loaded
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
-from mupscale.commands.terminal import lenient_output
-from mupscale.commands.termination import EXIT_CODE, Terminated, end_now, on_sigterm
+from mupscale.commands.process import EXIT_CODE, Terminated, end_now, lenient_output, loaded, on_sigterm
 
 COMMANDS = {
     "fit": ("fit", "train a configured model, with growth during the run if configured"),

@@ -29,6 +29,22 @@ def damage_in(file: Path | BinaryIO) -> str | None:
     return None if part is None else f"the checksum of {part} does not match"
 
 
+def data_in(file: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """The dictionary in a file of `torch.save`, on the CPU. Raises a UserError if it holds something else, or code."""
+    import torch
+
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(file))
+    except Exception as error:  # torch raises many exception types
+        raise UserError(
+            f"{file} is not a checkpoint, or is damaged, or holds more than data ({type(error).__name__}); nothing of "
+            "it was loaded"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not a checkpoint")
+    return content
+
+
 METADATA = ".metadata"
 """The file that says which values are where in the shards."""
 

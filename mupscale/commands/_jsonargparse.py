@@ -7,61 +7,38 @@ import sys
 from collections.abc import Iterable
 
 GENERIC = (
-    "- Expected a path but",
+    "Expected a path but",
     "Does not validate against",
-    "- Expected a <class 'NoneType'>",
-    "- Not a valid subclass of",
+    "Expected a <class 'NoneType'>",
     "Subclass types expect one of",
-    "- a class path (str)",
-    "- a dict with",
+    "a class path (str)",
+    "a dict with",
     "Subtypes:",
     "Errors:",
-    "Given value",
 )
 """Lines that jsonargparse adds for every class that it cannot make."""
 
-INTERNALS = r"-? ?Does not validate against any of the Union subtypes|\. Got value: Namespace\(.*"
+INTERNALS = r"Type typing\.Callable\S* \S+ expects a function or a callable class: |\. Got value: Namespace\(.*"
 """Parts that are removed from a line: a type that the user did not write, and the text of a whole value."""
 
-
-OF_CALLABLES = r"Type typing\.Callable\S* \S+ expects a function or a callable class: "
-
-INNER_KEY = rf"\": (?:Problem with given class_path '[\w.]+': |{OF_CALLABLES})Parser key \"([\w.]+)\":"
-"""What stands between a key and one inside of its value."""
-
-KINDS = {
-    "bool": "true or false",
-    "float": "a number",
-    "int": "a whole number",
-    "list": "a list",
-    "str": "a text",
-    "tuple": "a list",
-}
-"""Types as a YAML file has them."""
-
-
-def in_a_line(message: str) -> str:
-    """A message without what jsonargparse says of every class that it cannot make."""
-    lines = [re.sub(INTERNALS, "", line).strip() for line in message.splitlines()]
-    text = " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(GENERIC))
-    return text.replace(": - ", ": ")
+PLAIN = r"<class '(?:str|int|float|bool)'>\s+Given value: (.*)"
 
 
 def key_and_problem(message: str) -> tuple[str, str]:
-    """The key of the configuration that a message is about, if it names one, and the whole message in a line."""
-    if message.startswith("Unexpected config:"):
-        given = in_a_line(message.removeprefix("Unexpected config:"))
-        return "config", f"config: give a YAML file with keys (model:, data:, trainer:), got {given or 'an empty file'}"
-    said = _plainly(in_a_line(message))
-    value = "" if "there is no class" in said else _value(message)
-    text = said + _form_of_noise(message) + value
-    key, quoted, problem = text.removeprefix('Parser key "').partition('":')
-    if not quoted:
-        return "", text
-    if not problem.strip():  # all of it was said of every class
-        value = next((line.strip() for line in message.splitlines() if line.strip().startswith("Given value: ")), "")
-        problem = f"give a class, as class_path: NAME; got {value.removeprefix('Given value: ')}"
-    return key, f"{key}: {problem.strip()}"
+    """The key of the configuration that a message is about, if it names one, and in a line what it says of that."""
+    keys = re.findall(r'Parser key "([\w.]+)":', message)
+    inner = re.sub(r'(?s).*Parser key "[\w.]+":', "", message)
+    about, _, value = inner.partition("Given value type:")
+    lines = [re.sub(INTERNALS, "", line).strip().removeprefix("- ") for line in about.splitlines()]
+    problems = dict.fromkeys(line for line in lines if line and not line.startswith(GENERIC))
+    text = "; ".join(problems).replace(":; ", ": ").replace("Expected a dot import path string:", "there is no class")
+    text = text.replace("Not a valid subclass of", "give class_path and init_args of a")
+    given = re.search(rf"^ {PLAIN}", value)
+    if given:
+        text += f"; got {re.sub(INTERNALS, '', given[1])}"
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    key = ".".join(keys)
+    return key, f"{key}: {text}" if key else text
 
 
 def unknown_key(message: str) -> tuple[str, str | None] | None:
@@ -82,16 +59,6 @@ def unknown_key(message: str) -> tuple[str, str | None] | None:
     before = re.findall(r"class_path '([\w.]+)'", message[: option.start()])
     after = re.match(r"\. Got value: Namespace\(class_path='([\w.]+)'", message[option.end() :])
     return option[1], after[1] if after else before[-1] if before else None
-
-
-def is_incomplete(message: str) -> bool:
-    """Whether a whole section, such as the model, is missing."""
-    return message.startswith("the following arguments are required")
-
-
-def lacks_class(message: str) -> bool:
-    """Whether a model has arguments, and no class: jsonargparse then takes that of which all models are kinds."""
-    return "class_path 'mupscale.models.base.Growable'" in message
 
 
 def unknown_class(message: str) -> str | None:
@@ -115,34 +82,3 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The nearest of the names, as the end of a message; nothing where none is near."""
     near = difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)
     return f". Did you mean {' or '.join(near)}?" if near else ""
-
-
-def _plainly(text: str) -> str:
-    """A line in the words of the configuration: keys with dots, and kinds of values."""
-    text = re.sub(INNER_KEY, r'.\1":', text)
-    text = re.sub(INNER_KEY, r'.\1":', text)  # and one inside of that
-    text = re.sub(OF_CALLABLES, "", text)
-    text = re.sub(r"Problem with given class_path '(?:\w+\.)*(\w+)': Option", r"\1: Option", text)
-    text = re.sub(r"Problem with given class_path '([\w.]+)'", r"class \1", text)
-    class_name = r"Expected a dot import path string: (\w+)"
-    expected = [*re.finditer(r" ?Expected a <class '(\w+)'>\.?", text)]
-    if expected and all(found[1] in KINDS for found in expected):
-        kinds = " or ".join(dict.fromkeys(KINDS[found[1]] for found in expected))
-        rest = re.sub(rf" ?{class_name}", "", re.sub(r" ?Expected a <class '\w+'>\.?", "", text[expected[0].end() :]))
-        text = f"{text[: expected[0].start()]} wanted {kinds}{rest.rstrip()}".replace(" Got value: ", ", got ")
-    return re.sub(class_name, r"there is no class \1", text)
-
-
-def _form_of_noise(message: str) -> str:
-    if "Not a valid subclass of Noise" not in message:
-        return ""
-    return " give a class, as noise: {class_path: mupscale.AdditiveNoise, init_args: {std: 0.1}}"
-
-
-def _value(message: str) -> str:
-    """The innermost value that does not fit, where it is a plain one."""
-    given = re.search(r"Given value type: <class '(\w+)'>\s+Given value: (.*)", message)
-    plain = given is not None and given[1] in ("str", "int", "float", "bool")
-    if given is None or not plain or "Parser key" not in message[1:]:
-        return ""
-    return f"; got {re.sub(INTERNALS, '', given[2]).strip()}"

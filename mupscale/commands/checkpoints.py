@@ -1,7 +1,6 @@
 """Checkpoints on disk: finds the newest undamaged one of a run. Loads torch only when it reads one."""
 
 import os
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from mupscale.commands.run_folder import RUN, read_run
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
-from mupscale.sharded_checkpoints import METADATA, check_sharded, damage_in, damage_in_shards
+from mupscale.sharded_checkpoints import META, METADATA, check_sharded, damage_in, damage_in_shards, data_in
 
 
 def newest_checkpoint(
@@ -70,28 +69,16 @@ def below(folder: Path) -> Iterator[Path]:
 
 
 def checked(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint that a user names, its tensors memory-mapped.
+    """The content of a checkpoint that a user names, its tensors memory-mapped; of a sharded one, all but its shards.
 
     Raises a UserError if it is damaged, or holds more than data.
     """
-    import torch
-
     if path.is_dir():
         check_sharded(path)
-    file = path / "meta.pt" if path.is_dir() else path
     problem = damage_at(path)
     if problem is not None:
         raise UserError(f"{path} is damaged ({problem}); nothing of it was loaded")
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # torch raises many exception types
-        raise UserError(
-            f"{file} is damaged, is not a checkpoint, or holds more than data ({type(error).__name__}); "
-            "nothing of it was loaded"
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is not a checkpoint")
-    return content
+    return data_in(path / META if path.is_dir() else path, mapped=True)
 
 
 def sharded(path: Path) -> set[str]:

@@ -32,23 +32,14 @@ from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
-from mupscale.commands._jsonargparse import (
-    arguments_of,
-    did_you_mean,
-    in_a_line,
-    is_incomplete,
-    key_and_problem,
-    lacks_class,
-    unknown_class,
-    unknown_key,
-)
+from mupscale.commands._jsonargparse import arguments_of, did_you_mean, key_and_problem, unknown_class, unknown_key
 from mupscale.commands.checkpoints import checked, dictionary
 from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
-from mupscale.commands.loading import without_collections
 from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
+from mupscale.commands.process import without_collections
 from mupscale.commands.results import ResultFile
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import (
@@ -60,7 +51,7 @@ from mupscale.commands.trainer_options import (
     refuse_values_for_sections,
 )
 from mupscale.data_files import LOADER, read_yaml, yaml_of
-from mupscale.errors import UserError
+from mupscale.errors import UserError, one_line
 from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import checkpoint_size, refuse_malformed, refuse_malformed_optimizers, run_in
@@ -103,23 +94,22 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         key, text = key_and_problem(message)
-        kind = {"model": Growable, "data": LightningDataModule}.get(key)
+        kind = {"model": Growable, "data": LightningDataModule, "trainer.callbacks": Callback}.get(key)
         class_name, unknown = unknown_class(message), unknown_key(message)
-        said = in_a_line(message)
-        if lacks_class(message):
+        if "class_path 'mupscale.models.base.Growable'" in message:  # which jsonargparse takes for want of another
             text = (
                 "model: the configuration has no model.class_path. If it is one to lay over another, give both: "
                 "--config BASE --config FILE"
             )
-        elif kind is not None and "import path" in said and "given class_path" not in said:
-            text += f". There are {', '.join(sorted(short_names(kind)))}; name other classes by their import path"
-        elif class_name is not None and key == "trainer.callbacks":
-            text += did_you_mean(class_name, {child.__name__ for child in descendants(Callback)})
+        elif kind is not None and class_name is not None:
+            names = short_names(kind)
+            near = did_you_mean(class_name, names)
+            text += near or f". There are {', '.join(sorted(names))}; name other classes by their import path"
         elif unknown is not None:
             name, owner = unknown
-            names = arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys()
-            text += did_you_mean(name, names) or ". --help lists the options"
-        elif is_incomplete(message):
+            accepted = arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys()
+            text += did_you_mean(name, accepted) or ". --help lists the options"
+        elif message.startswith("the following arguments are required"):
             text = "the configuration has no model, or no data: give --config FILE, or --model and --data"
         raise UserError(text) from ex
 
@@ -314,7 +304,7 @@ class CLI(OpenCLI):
     def on_trainer_config(self, config: Any) -> None:
         given = listed(config["callbacks"])
         refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
-        refuse_processes(config, os.environ)
+        refuse_processes(config)
         if self.subcommand in (None, "fit"):
             refuse_options({**config, "callbacks": given})
         self.trainer_defaults["callbacks"] = default_callbacks(
@@ -365,9 +355,10 @@ class CLI(OpenCLI):
         trainer, ending = self.trainer, self.ending
         if not trainer.is_global_zero or is_trial_run(trainer) or ending.received_sigterm:
             return
-        lines = after_fit(trainer, self.model, ending.folder, [path for _, path in ending.checkpoints()])
-        if lines:
-            print("\n".join(lines), flush=True)
+        saved = ending.checkpoints()
+        if ending.folder is not None and saved:
+            last = getattr(trainer.checkpoint_callback, "last_model_path", None) or saved[0][1]
+            print("\n".join(after_fit(trainer, self.model, ending.folder, Path(last))), flush=True)
 
     def _takes_next_version(self) -> bool:
         """Whether the first logger finds its version itself."""
@@ -458,7 +449,7 @@ def opened(
         is_mistake = isinstance(error, MisconfigurationException if started.batches else MISTAKES)
         if started.steps and not is_mistake:
             error.add_note(IN_TRAINING)
-        line = in_a_line(str(error)) if is_mistake else line_about(error)
+        line = one_line(error) if is_mistake else line_about(error)
         if line is not None and not started.steps:
             start.leftovers.remove()
         if line is None or isinstance(error, UserError):
@@ -469,15 +460,17 @@ def opened(
 
 
 def refuse_unreadable(arguments: list[str]) -> None:
-    """Raises a UserError for a file of --config that is not YAML, or stands for more values than fit into memory."""
+    """Raises a UserError for a file of --config that is not YAML with keys, or stands for too many values."""
     for before, argument in pairwise(["", *arguments]):
         name, equals, value = argument.partition("=")
         file = argument if before == "--config" else value if name == "--config" and equals else ""
         if file and Path(file).is_file():
             try:
-                read_yaml(Path(file))
+                content = read_yaml(Path(file))
             except UserError as error:
                 raise UserError(f"config: {error}") from error
+            if not isinstance(content, dict):
+                raise UserError(f"config: give a YAML file with keys (model:, data:, trainer:), got {content}")
 
 
 class Started(Strides):

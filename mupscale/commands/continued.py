@@ -36,7 +36,7 @@ SUMMARY = (
 def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -> None:
     """Raises a UserError if a configuration differs from that of a checkpoint of `step` in what must not change."""
     try:
-        found = differences(_with_data_seed(saved), _with_data_seed(_of_then(saved, config)))
+        found = differences(saved, _of_then(saved, config))
         callbacks = _callbacks(saved)
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError("the configuration in the checkpoint is damaged; use another checkpoint") from error
@@ -69,21 +69,6 @@ def _of_then(there: Any, here: Any) -> Any:
     if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         return [_of_then(a, b) for a, b in zip(there, here, strict=True)]
     return here
-
-
-def _with_data_seed(config: Config) -> Config:
-    """A configuration in which a `data.seed` of null, of our own data modules, is 0 if the run's seed is 0.
-
-    Both mean the same then. With another seed of the run they differ: null still holds out the rows of seed 0.
-    """
-    seed, data = config.get("seed_everything"), config.get("data")
-    if type(seed) is not int or seed != 0 or not isinstance(data, dict):
-        return config
-    arguments = data.get("init_args", {})
-    is_ours = str(data.get("class_path")).startswith("mupscale.datamodules.")
-    if not is_ours or arguments.get("seed", 0) is not None:
-        return config
-    return {**config, "data": {**data, "init_args": {**arguments, "seed": 0}}}
 
 
 def _refuse_callbacks(there: list[Config], here: list[Config], step: int) -> None:

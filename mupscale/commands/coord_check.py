@@ -16,7 +16,7 @@ from mupscale._torch import tree_map
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
 from mupscale.commands import figures
 from mupscale.commands.arguments import ArgumentParser, refuse_output_folder
-from mupscale.commands.terminal import Status, show
+from mupscale.commands.process import progress_bar, show
 from mupscale.errors import UserError, needs_extra, refuse_unless_whole
 
 ROWS = 16
@@ -103,7 +103,7 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
                 group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may begin with a rate of zero
         return made
 
-    with Status() as status:
+    with progress_bar() as status:
         return coord_check(
             (lambda layers: loss.network(module.width, layers)) if options.layers else loss.network,
             options.layers or options.widths,

@@ -18,7 +18,7 @@ from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import NonFiniteLoss
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.mistakes import DiskFull, full_disk
-from mupscale.commands.termination import EXIT_CODE, Terminated, on_sigterm, on_sigterm_in_a_thread
+from mupscale.commands.process import EXIT_CODE, Terminated, on_sigterm, on_sigterm_in_a_thread
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, profiler_of
 from mupscale.models.base import Growable

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.lab.execution import add_options, claimed, goes_on_when_repeated, open_driver, refuse_options
-from mupscale.commands.loading import without_collections
-from mupscale.commands.terminal import columns, paint
+from mupscale.commands.process import columns, paint, without_collections
 from mupscale.errors import needs_extra
 from mupscale.text_tables import table
 

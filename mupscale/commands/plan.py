@@ -4,7 +4,7 @@ On a terminal, layers that grow alike share a row; `plan … | cat` prints a row
 """
 
 from mupscale.commands.configured import configured, growths
-from mupscale.commands.terminal import paint, show
+from mupscale.commands.process import paint, show
 
 
 def main(command: str, arguments: list[str]) -> None:

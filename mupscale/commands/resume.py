@@ -5,8 +5,8 @@ from pathlib import Path
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.checkpoints import dirpath_of, is_finished, newest_checkpoint
 from mupscale.commands.continued import SUMMARY
-from mupscale.commands.loading import without_collections
-from mupscale.commands.next_steps import after_finished, command_line
+from mupscale.commands.next_steps import command_line
+from mupscale.commands.process import without_collections
 from mupscale.errors import UserError
 
 
@@ -38,7 +38,7 @@ def main(command: str, arguments: list[str]) -> None:
         print(f"{problem}; it is skipped")
     if is_finished(checkpoint) and not overrides:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")
-        print("\n".join(after_finished(options.run, checkpoint["global_step"])))
+        print(f"  train it for longer: {command_line('resume', options.run)} --trainer.max_steps N")
         return
     print(f"resuming from {path}", flush=True)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.lab.execution import add_options, claimed, goes_on_when_repeated, open_driver, refuse_options
-from mupscale.commands.loading import without_collections
 from mupscale.commands.next_steps import command_line
+from mupscale.commands.process import without_collections
 from mupscale.commands.run_folder import Leftovers
 from mupscale.errors import UserError, needs_extra
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,41 +65,17 @@ def refuse_options(trainer: Any) -> None:
                 )
 
 
-def refuse_processes(trainer: Any, environment: Mapping[str, str]) -> None:
-    """Raises a UserError if torchrun has started another number of processes than the trainer's configuration says.
-
-    UserError also for several nodes without anything that could have started the others: the run would wait for them;
-    and for more processes on a CPU than it has cores.
-    """
+def refuse_processes(trainer: Any) -> None:
+    """Raises a UserError for several nodes without anything that could have started the others: the run would wait;
+    and for more devices of a CPU than it has cores: each of them would be a process of this run."""
+    if "MASTER_ADDR" in os.environ or any(kind.detect() for kind in LAUNCHERS):
+        return  # Lightning compares the numbers of processes
     nodes = trainer.get("num_nodes") or 1
-    is_started = "MASTER_ADDR" in environment or any(kind.detect() for kind in LAUNCHERS)
-    if nodes > 1 and not is_started:
+    if nodes > 1:
         raise UserError(
             f"trainer.num_nodes = {nodes}, but neither torchrun nor srun has started this process: start the same "
             "command with one of them on each node, or set --trainer.num_nodes=1"
         )
-    if not is_started:
-        _refuse_devices(trainer)
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return
-    here, everywhere = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
-    started = {"devices": (here, "--nproc-per-node"), "num_nodes": (everywhere // here, "--nnodes")}
-    for key, (count, option) in started.items():
-        given = trainer.get(key)
-        if given in ("auto", -1, "-1") and trainer.get("accelerator") != "cpu":
-            continue  # all that there are
-        wanted = {"auto": 1}.get(given, given) if isinstance(given, str) else given
-        wanted = len(wanted) if isinstance(wanted, list) else wanted
-        if str(wanted) != str(count):
-            what = "processes on this machine" if key == "devices" else "machines"
-            raise UserError(
-                f"trainer.{key} = {given}, but torchrun has started {count} {what}: set --trainer.{key}={count}, or "
-                f"start torchrun with {option}={wanted}"
-            )
-
-
-def _refuse_devices(trainer: Any) -> None:
-    """Raises a UserError for more devices of a CPU than it has cores: each of them would be a process of this run."""
     devices, cores = str(trainer.get("devices")), len(os.sched_getaffinity(0))
     has_others = torch.cuda.is_available() or torch.backends.mps.is_available()
     is_cpu = trainer.get("accelerator") == "cpu" or (trainer.get("accelerator") == "auto" and not has_others)

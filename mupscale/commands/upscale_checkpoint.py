@@ -21,8 +21,8 @@ from mupscale.atomic import replacing
 from mupscale.checks.agreement import Agreement
 from mupscale.commands.arguments import ArgumentParser, refuse_new_folder, refuse_output
 from mupscale.commands.configured import configured, first_batches
-from mupscale.commands.next_steps import after_upscale
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
+from mupscale.commands.process import show
 from mupscale.commands.saved_model import (
     continue_groups,
     continue_schedules,
@@ -31,7 +31,6 @@ from mupscale.commands.saved_model import (
     module_of,
     saved_optimizer,
 )
-from mupscale.commands.terminal import show
 from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
@@ -47,7 +46,6 @@ from mupscale.models.checkpoint import (
     mixed_widths,
     optimizer_names,
     refuse_malformed_optimizers,
-    refuse_malformed_rates,
     restore_mixed_widths,
 )
 from mupscale.models.growth_check import check_growth, find_residual_outputs, refuse_inexact, undeclared_lists
@@ -127,7 +125,8 @@ def widen_checkpoint(arguments: list[str]) -> None:
     if options.save_noise:
         report.save_noise(options.save_noise)
     show(str(replace(report, exact=check.exact, check=str(check))))
-    print("\n".join([f"wrote {options.out}", *after_upscale(source, options.out, size)]))
+    wanted = " and ".join(f"model.{key} to {value}" for key, value in size.arguments.items())
+    print(f"wrote {options.out}\n  train it: set model.init_from to {options.out} and {wanted} in a configuration")
 
 
 def _target_size(module: Growable, width: list[int] | None, layers: list[int] | None) -> Size:
@@ -194,7 +193,6 @@ def upscale_checkpoint(
     """
     if optimizer:
         refuse_malformed_optimizers(checkpoint)
-        refuse_malformed_rates(checkpoint)
     method = Duplication() if method is None else method
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
     averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average

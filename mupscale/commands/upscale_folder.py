@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mupscale.commands.arguments import ArgumentParser, refuse_folder
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
-from mupscale.commands.terminal import Status, show
+from mupscale.commands.process import progress_bar, show
 from mupscale.errors import UserError, needs_extra
 
 
@@ -64,7 +64,7 @@ def widen_folder(arguments: list[str]) -> None:
         import transformers  # noqa: F401
     from mupscale import hf
 
-    with Status() as status:
+    with progress_bar() as status:
         report = hf.upscale_folder(
             options.folder,
             1 if options.factor is None else options.factor,

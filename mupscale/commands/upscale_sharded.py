@@ -24,7 +24,6 @@ from mupscale.models.checkpoint import (
     mixed_widths,
     optimizer_names,
     refuse_malformed_optimizers,
-    refuse_malformed_rates,
     restore_mixed_widths,
 )
 from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWriter
@@ -121,9 +120,7 @@ class ShardedGrowth:
                 group["params"] = [index_of[name] for name in group["params"]]
             state = {index: self._state_on_meta(number, name) for index, name in enumerate(names)}
             states.append({"state": {index: kept for index, kept in state.items() if kept}, "param_groups": groups})
-        rebuilt = {CHECKPOINT_KEY: saved, "optimizer_states": states}
-        refuse_malformed_optimizers(rebuilt)
-        refuse_malformed_rates(rebuilt)
+        refuse_malformed_optimizers({CHECKPOINT_KEY: saved, "optimizer_states": states})
         rows = zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=True)
         return [saved_optimizer(self.narrow, *row) for row in rows]
 

@@ -15,7 +15,7 @@ from mupscale.base_shapes import apply_mup
 from mupscale.checks.claims import check_claim
 from mupscale.checks.verify import verify
 from mupscale.commands.configured import configured, first_batches, growths, moved_optimizers, refuse_own_rates
-from mupscale.commands.terminal import Status, columns, paint
+from mupscale.commands.process import columns, paint, progress_bar
 from mupscale.methods import Duplication
 from mupscale.models.base import has_own_optimizers
 from mupscale.models.growth_check import LossBySize
@@ -49,7 +49,7 @@ def main(command: str, arguments: list[str]) -> int:
                 optimizer = own
         if isinstance(method, Duplication) and depth is None:
             clip = trainer.gradient_clip_val
-            with Status() as status:
+            with progress_bar() as status:
                 verdict = verify(
                     narrow, wide, optimizer=optimizer, batches=batches, loss=loss, steps=STEPS, clip=clip, watch=status
                 )

@@ -32,7 +32,7 @@ from mupscale.commands.lab.run import Run, Trial, result_of
 from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.lab.transfer import Panel, WidthCurve, draw, visible_range
 from mupscale.commands.pattern import Patterns
-from mupscale.commands.termination import Terminated
+from mupscale.commands.process import Terminated
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

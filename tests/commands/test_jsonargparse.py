@@ -47,7 +47,7 @@ MLP = {"width": 8, "base_width": 4}
 REMEDIES = {
     "noise that is a number": (
         {"trainer": {"callbacks": [{"class_path": "UpscaleCallback", "init_args": SWAP | {"noise": 0.1}}]}},
-        "noise: {class_path: mupscale.AdditiveNoise, init_args: {std: 0.1}}; got 0.1",
+        "trainer.callbacks.noise: give class_path and init_args of a Noise; got 0.1",
     ),
     "a typo in an argument": (
         {"model": {"class_path": "MLP", "init_args": {"widht": 8}}},
@@ -64,7 +64,7 @@ REMEDIES = {
     ),
     "a typo in the name of a callback": (
         {"trainer": {"callbacks": [{"class_path": "UpscaleCalback", "init_args": SWAP}]}},
-        "UpscaleCalback. Did you mean UpscaleCallback",
+        ". Did you mean UpscaleCallback?",
     ),
     "a typo in a key of the trainer": ({"trainer": {"max_stps": 3}}, "Did you mean trainer.max_steps"),
     "a pair that is a number": (
@@ -74,7 +74,7 @@ REMEDIES = {
                 "init_args": MLP | {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"betas": 3}}},
             }
         },
-        "model.optimizer.betas: wanted a list, got 3",
+        "model.optimizer.betas: Expected a tuple. Got value: 3",
     ),
     "arguments without a class": (
         {"model": {"init_args": {"width": 8}}},
@@ -120,7 +120,7 @@ def test_models_are_listed_for_a_model_alone() -> None:
     assert "There are GPT2, MLP" not in message(REMEDIES["a class inside a class"][0])
 
 
-@pytest.mark.parametrize(("content", "given"), [("", "an empty file"), ("5\n", "5")])
+@pytest.mark.parametrize(("content", "given"), [("", "None"), ("5\n", "5")])
 def test_a_configuration_without_keys(content: str, given: str) -> None:
     Path("c.yaml").write_text(content)
     assert refused("fit", "--config", "c.yaml") == (

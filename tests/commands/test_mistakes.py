@@ -126,7 +126,7 @@ CHECKPOINTS: dict[str, Callable[[dict[str, Any], str], object]] = {
 }
 
 DENSE = "wanted a dense tensor; use another checkpoint"
-OPTIMIZERS = "optimizer_states is"
+OPTIMIZERS = "this checkpoint is damaged: its optimizer state: its values are of another kind"
 
 MISTAKES = {
     "validate --config c.yaml --ckpt_path plain.ckpt": "was not saved by a growable module",
@@ -134,12 +134,12 @@ MISTAKES = {
     "validate --config c.yaml --ckpt_path sparse.ckpt": DENSE,
     "validate --config c.yaml --ckpt_path whole.ckpt": "whole numbers in net.layers.0.weight, and the network fr",
     "validate --config c.yaml --ckpt_path complex.ckpt": "has complex numbers in net.layers.0.weight",
-    "validate --config c.yaml --ckpt_path step.ckpt": "global_step is [1], wanted a whole number",
+    "validate --config c.yaml --ckpt_path step.ckpt": "global_step is [1], wanted int",
     "fit --config c.yaml --ckpt_path lists.ckpt": OPTIMIZERS,
-    "fit --config c.yaml --ckpt_path state.ckpt": "the optimizer state is 3",
-    "fit --config c.yaml --ckpt_path loops.ckpt": "loops is 3, wanted states by name",
+    "fit --config c.yaml --ckpt_path state.ckpt": OPTIMIZERS,
+    "fit --config c.yaml --ckpt_path loops.ckpt": "loops is 3, wanted dict",
     "fit --config c.yaml --ckpt_path inside.ckpt": "the checkpoint cannot be restored",
-    "fit --config c.yaml --ckpt_path callbacks.ckpt": "callbacks is [3], wanted states by name",
+    "fit --config c.yaml --ckpt_path callbacks.ckpt": "callbacks is [3], wanted dict",
     "fit --config c.yaml --ckpt_path exact.ckpt": "ExactResume in the checkpoint: its values are of another kind",
     "fit --config c.yaml --model.init_from=sparse.ckpt": DENSE,
     "upscale sparse.ckpt --width 16 --out o": DENSE,

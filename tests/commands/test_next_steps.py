@@ -8,14 +8,8 @@ from command_line import LR, small, upscale
 
 from mupscale.__main__ import main
 from mupscale.commands import sweep as sweeps
-from mupscale.commands.next_steps import (
-    WITHOUT_A_LOG,
-    after_finished,
-    after_fit,
-    after_upscale,
-)
-from mupscale.models.checkpoint import Size, load_checkpoint
-from mupscale.models.mlp import MLP
+from mupscale.commands.next_steps import WITHOUT_A_LOG
+from mupscale.models.checkpoint import load_checkpoint
 
 pytestmark = [
     pytest.mark.usefixtures("in_an_empty_folder"),
@@ -51,44 +45,14 @@ def test_a_run_is_evaluated_and_widened(capsys: pytest.CaptureFixture[str]) -> N
         "widen further": ["upscale", str(LAST), "--width", "32", "--noise", "0.1", "--centred", "--out", str(wide)],
     }
     main(commands["evaluate"])
-    after = printed(capsys, *commands["widen further"])
+    printed(capsys, *commands["widen further"])
     assert width_in(wide) == 32
-    # the configuration has a growth to 16, so it does not train a network of width 32
-    evaluate = ["validate", "--config", f"{RUN}/config.yaml", "--ckpt_path", str(wide), *WITHOUT_A_LOG]
-    assert after == {"evaluate": evaluate}
-    main(after["evaluate"])
     assert [path.name for path in RUN.parent.iterdir() if path.is_dir()] == [RUN.name]
-    finished = printed(capsys, "resume", str(RUN))
-    assert finished == {"train it for twice as long": ["resume", str(RUN), "--trainer.max_steps=40"]}
-    main(finished["train it for twice as long"])
-    assert load_checkpoint(LAST)["global_step"] == 40
-
-
-@pytest.mark.slow
-def test_a_widened_checkpoint_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    config = small(Path("c.yaml"), enable_progress_bar=False, limit_val_batches=0)
-    commands = printed(capsys, "fit", "--config", config)
-    assert list(commands) == ["widen further"]  # there is nothing to evaluate on
-    after = printed(capsys, *commands["widen further"])
-    assert list(after) == ["evaluate", "train it"]
-    main(after["train it"])
-    trained = Path("runs/default/version_1/checkpoints/last.ckpt")
-    assert width_in(trained) == 16
-    assert load_checkpoint(trained)["global_step"] == 20
 
 
 def test_without_a_checkpoint_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert after_fit(None, MLP(8, 8), RUN, []) == []  # type: ignore[arg-type]
     config = small(Path("c.yaml"), enable_progress_bar=False, fast_dev_run=True)
     assert printed(capsys, "fit", "--config", config) == {}
-
-
-def test_a_checkpoint_from_elsewhere_has_no_configuration() -> None:
-    lines = after_upscale(Path("base.ckpt"), Path("wide.ckpt"), Size([16, 32]))
-    assert lines == ["  train it: set model.init_from to wide.ckpt and model.width to [16, 32] in a configuration"]
-    Path("config.yaml").write_text("theme: dark\n")  # of something else
-    assert after_upscale(Path("base.ckpt"), Path("wide.ckpt"), Size([16, 32])) == lines
-    assert after_finished(Path(), 20) == []
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_a_value_at_no_place(place: tuple[Any, Any], folder: Path):
 def test_the_rest_of_a_folder_is_data(folder: Path):
     torch.save(Attack(), folder / "meta.pt")
     message = refused("fit", "--config", "c.yaml", "--ckpt_path", str(folder))
-    assert "meta.pt is damaged, is not a checkpoint, or holds more than data" in message
+    assert "meta.pt is not a checkpoint, or is damaged, or holds more than data" in message
     assert "has no checkpoint that can be read" in refused("resume", "run")
     assert not Path("marker").exists()
 
@@ -214,10 +214,10 @@ def test_a_checkpoint_file_is_data(folder: Path):
     torch.save({"global_step": 1, "evil": Attack()}, "evil.ckpt")
     for command in ("fit", "validate", "test", "predict"):
         message = refused(command, "--config", "c.yaml", "--ckpt_path", "evil.ckpt")
-        assert "evil.ckpt is damaged, is not a checkpoint, or holds more than data (UnpicklingError)" in message
+        assert "evil.ckpt is not a checkpoint, or is damaged, or holds more than data (UnpicklingError)" in message
     assert "evil.ckpt is not a checkpoint" in refused("upscale", "evil.ckpt", "--width", "16", "--out", "wide.ckpt")
     fit = ["fit", "--config", "c.yaml", "--model.init_args.init_from", "evil.ckpt"]
     assert "evil.ckpt is not a checkpoint" in refused(*fit)
     assert not Path("marker").exists()
-    with pytest.raises(UserError, match=r"evil\.ckpt is damaged"):
+    with pytest.raises(UserError, match=r"evil\.ckpt is not a checkpoint"):
         checked(Path("evil.ckpt"))

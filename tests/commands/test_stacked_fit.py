@@ -20,7 +20,7 @@ from training_runs import LIGHTNING_WARNINGS, fit_outside
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.commands.lab.stack_loop import StackLoop
 from mupscale.commands.lab.stacked_fit import ProcessState
-from mupscale.commands.termination import Terminated, end_now, on_sigterm
+from mupscale.commands.process import Terminated, end_now, on_sigterm
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
 

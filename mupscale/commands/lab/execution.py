@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mupscale.commands.arguments import STACK_HELP, stack_size
 from mupscale.commands.config import read_json, refuse_difference
 from mupscale.commands.lab import on_ray
+from mupscale.commands.process import Terminated
 from mupscale.commands.run_folder import LOCK, Claim
-from mupscale.commands.termination import Terminated
 from mupscale.errors import UserError, as_user_errors
 
 if TYPE_CHECKING:

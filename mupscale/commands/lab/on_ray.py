@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mupscale.commands.process import Terminated, interruptions, raise_for
 from mupscale.commands.run_folder import LOCK
-from mupscale.commands.termination import Terminated, interruptions, raise_for
 from mupscale.errors import UserError, needs_extra
 
 if TYPE_CHECKING:

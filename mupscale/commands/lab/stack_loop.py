@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mupscale.callbacks.upscale import size_after_all, swaps_of
 from mupscale.commands.lab.stacked_fit import Apart, Opening, StackedFit, why_apart
 from mupscale.commands.lab.stacked_steps import StackedSteps, loss_of
-from mupscale.commands.termination import Terminated
+from mupscale.commands.process import Terminated
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
 from mupscale.models._lightning_loop import steps_before_the_end, training_loader

@@ -24,8 +24,15 @@ from mupscale.commands.lab.run import set_aside, without_announcements
 from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
 from mupscale.commands.pattern import Patterns
-from mupscale.commands.terminal import lenient_output
-from mupscale.commands.termination import EXIT_CODE, Terminated, end_now, interruptions, on_sigterm, raise_for
+from mupscale.commands.process import (
+    EXIT_CODE,
+    Terminated,
+    end_now,
+    interruptions,
+    lenient_output,
+    on_sigterm,
+    raise_for,
+)
 from mupscale.errors import UserError
 
 PATIENCE = 5.0

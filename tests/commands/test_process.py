@@ -1,5 +1,6 @@
-"""What commands print on a terminal: it fits, nothing is lost, and colours come only where they are wanted."""
+"""What commands print on a terminal: it fits, and nothing is lost; and imports without the garbage collector."""
 
+import gc
 import io
 import os
 import re
@@ -10,9 +11,9 @@ import pytest
 from command_line import small, upscale
 
 from mupscale.__main__ import COMMANDS, main
-from mupscale.commands import terminal as terminals
+from mupscale.commands import process
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.terminal import columns, paint, show
+from mupscale.commands.process import columns, loaded, paint, progress_bar, show, without_collections
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.fixture
 def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
     """Standard output is a terminal of 80 columns, with colours."""
-    monkeypatch.setattr(terminals, "is_terminal", lambda: True)
+    monkeypatch.setattr(process, "is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -99,11 +100,34 @@ def test_a_closed_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert finished(small(tmp_path / "c.yaml", max_steps=2, enable_progress_bar=False)) == 2
 
 
-def test_an_ascii_terminal_gets_plain_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ascii_terminal_gets_question_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     main(["plan", "--config", small(tmp_path / "c.yaml", upscale(3, 16))])
     stream.seek(0)
     text = stream.read()
-    assert text.startswith("width 8 -> 16\n")
-    assert "8x54 -> 16x54" in text
+    assert text.startswith("width 8 ? 16\n")
+
+
+def test_a_pipe_gets_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar() as show_progress:
+        show_progress("steps", 1, 2)
+    assert capsys.readouterr().err == ""
+
+
+# --- imports
+
+
+def test_the_collector_is_off_and_then_as_before() -> None:
+    with without_collections():
+        assert not gc.isenabled()
+        with without_collections():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_an_error_switches_the_collector_on() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        loaded("no_such_module")
+    assert gc.isenabled()
