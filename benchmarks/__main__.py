@@ -11,10 +11,8 @@ NAMES = {
     "pause": "the pause of a fit that grows, and its speed before and after",
     "swap_memory": "memory of each rank while a sharded run grows",
     "folder": "`upscale FOLDER` of a 7 B-shaped Llama, beside `cp`",
-    "spectral": "the spectral norms of a ResNet-18",
     "data": "the data modules, beside a plain DataLoader",
     "ladder": "GPT-2 of fixed sizes and grown, at equal FLOPs",
-    "released": "a released checkpoint, trained on as it is and twice as large",
     "ladder_tables": "the tables of docs/results/ladder.md, from the ends of these runs",
     "stack": "many trials as one program, beside one after another",
 }
@@ -28,6 +26,8 @@ def main(arguments: list[str]) -> None:
         print(usage)
     elif arguments[0] not in NAMES:
         sys.exit(f"there is no benchmark {arguments[0]!r}\n\n{usage}")
+    elif arguments[0] in ("gpt2", "mlp", "resnet"):
+        import_module("benchmarks.cases").main(arguments[0], arguments[1:])
     else:
         import_module(f"benchmarks.{arguments[0]}").main(arguments[1:])
 

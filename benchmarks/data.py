@@ -22,8 +22,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.cases import Augmented
 from benchmarks.harness import Row, now, rate, run
-from benchmarks.resnet import Augmented
 from benchmarks.training import endless
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import Covertype

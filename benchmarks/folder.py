@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,10 +92,6 @@ def upscale(narrow: Path, wide: Path, layers: int | None, noise: float | None) -
     return timed(sys.executable, "-m", "mupscale", *command)
 
 
-def size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
 def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float | None) -> Row:
     narrow, wide, copy = where / "narrow", where / "wide", where / "copy"
     new = 2 * layers if deep else None
@@ -105,15 +102,16 @@ def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float |
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     shutil.rmtree(narrow)  # which leaves its room on the disk to the copy
     copy_seconds, copy_cpu = timed("cp", "-r", str(wide), str(copy))
-    tensors = tensor_bytes(wide)
+    tensors = {name: tensor.size for name, tensor in read_folder(wide).tensors.items()}
     in_layers = sum(count for name, count in tensors.items() if ".layers." in name)
+    wide_bytes = sum(path.stat().st_size for path in wide.iterdir())
     whole = sum(tensors.values()) + in_layers * (LAYERS_OF_7B - layers) / layers
     return {
         "layers": layers,
         "deep": deep,
         "noise": noise,
         "narrow_gb": narrow_bytes / 1e9,
-        "wide_gb": size(wide) / 1e9,
+        "wide_gb": wide_bytes / 1e9,
         "start_up_seconds": start_up,
         "seconds": seconds,
         "cpu_seconds": cpu,
@@ -123,14 +121,9 @@ def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float |
         "peak_gb": peak / 1e9,
         "largest_wide_tensor_gb": max(tensors.values()) / 1e9,
         "wide_gb_for_7b": whole / 1e9,
-        "seconds_for_7b": start_up + (seconds - start_up) * whole / size(wide),
-        "cp_seconds_for_7b": copy_seconds * whole / size(wide),
+        "seconds_for_7b": start_up + (seconds - start_up) * whole / wide_bytes,
+        "cp_seconds_for_7b": copy_seconds * whole / wide_bytes,
     }
-
-
-def tensor_bytes(folder: Path) -> dict[str, int]:
-    """The bytes of every tensor of a folder."""
-    return {name: tensor.size for name, tensor in read_folder(folder).tensors.items()}
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -140,14 +133,10 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def main(arguments: list[str]) -> None:
-    run(
-        __doc__,
-        rows,
-        arguments,
-        {
-            "--deep": {"action": "store_true", "help": "double the number of layers, not the width"},
-            "--layers": {"type": int, "help": "layers of the narrow model (default 8, which needs 32 GB of disk)"},
-            "--noise": {"type": float, "help": "with noise, which needs a tensor at once"},
-            "--where": {"type": Path, "help": "a folder on the disk to measure; by default the temporary one"},
-        },
-    )
+    options: dict[str, dict[str, Any]] = {
+        "--deep": {"action": "store_true", "help": "double the number of layers, not the width"},
+        "--layers": {"type": int, "help": "layers of the narrow model (default 8, which needs 32 GB of disk)"},
+        "--noise": {"type": float, "help": "with noise, which needs a tensor at once"},
+        "--where": {"type": Path, "help": "a folder on the disk to measure; by default the temporary one"},
+    }
+    run(__doc__, rows, arguments, options)

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from benchmarks.cases import token_rows
 from benchmarks.harness import Row, choices, clear_memory, now, peak_gb, run
 from benchmarks.training import Case, Marks, fit, ours
 from mupscale.callbacks import upscale
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.gpt2 import GPT2
 
 Shape = tuple[int, int, int]
@@ -104,16 +104,13 @@ def case(name: str, shape: Shape, options: argparse.Namespace) -> Case:
     width, layers, rows = shape
     vocabulary, context = (256, 32) if options.quick else (50304, 1024)
 
-    def batches(device: torch.device) -> ResidentLoader:
-        tokens = torch.randint(vocabulary, (rows * 8, context + 1), generator=torch.Generator().manual_seed(0))
-        return ResidentLoader((tokens.to(device),), rows, shuffle=True)
-
     module = partial(
         GPT2, width, layers=layers, heads=2 if options.quick else 12, vocabulary=vocabulary, context=context,
         compile=not (options.quick or options.eager),
     )  # fmt: skip
     steps, warm_up = (4, 5) if options.quick else (30, WARM_UP)
-    return Case(name, module, batches, lambda device: iter(()), "tok", rows * context, steps, warm_up, "bf16-mixed", 0)
+    batches = partial(token_rows, vocabulary, context, rows)
+    return Case(name, module, batches, None, "tok", rows * context, steps, warm_up, "bf16-mixed", 0)
 
 
 def measure(name: str, way: str, small: Shape, large: Shape, options: argparse.Namespace) -> Row:

@@ -12,22 +12,21 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from benchmarks.harness import Row, clear_memory, peak_gb, rate, run
-from mupscale.commands.config import Config, at
+from benchmarks.training import Case, bare
+from mupscale.commands.config import at, temporary_file
 from mupscale.commands.configured import described
 from mupscale.commands.lab.run import Run, open_stacked, with_run, without_announcements
 from mupscale.commands.lab.space import for_trials
 from mupscale.commands.lab.stack_loop import StackLoop
 from mupscale.commands.pattern import Pattern
-from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
@@ -40,12 +39,12 @@ EPOCH = 232
 """Steps of an epoch of the full Covertype, by batches of 2000."""
 
 
-def config(case: dict[str, Any], options: argparse.Namespace) -> Config:
-    """The paper's MLP on Covertype at a width, or grown to it after three steps."""
+def make_runs(case: dict[str, Any], options: argparse.Namespace, folder: Path, epochs: int = EPOCHS) -> list[Run]:
+    """The paper's MLP on Covertype at a width, or grown to it after two steps; by seed, or by learning rate."""
     epoch = 3 if options.quick else EPOCH
     changes: dict[str, Any] = {
         "trainer": {
-            "max_epochs": case.get("epochs", EPOCHS), "limit_train_batches": epoch, "precision": case["precision"],
+            "max_epochs": epochs, "limit_train_batches": epoch, "precision": case["precision"],
             "log_every_n_steps": 2 if options.quick else 58,
         },
         "model": {"init_args": {"width": case["base"]}},
@@ -56,20 +55,15 @@ def config(case: dict[str, Any], options: argparse.Namespace) -> Config:
         noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.3}}
         swap = {"at_step": 2, "width": case["width"], "noise": noise}
         changes["trainer"]["callbacks"] = [{"class_path": "UpscaleCallback", "init_args": swap}]
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump(changes, file)
-        file.flush()
-        return for_trials(described(["--config", "configs/mlp/adamw/base.yaml", "--config", file.name], "sweep")[0])
-
-
-def runs(case: dict[str, Any], options: argparse.Namespace, folder: Path) -> list[Run]:
-    whole = config(case, options)
+    with temporary_file(changes) as file:
+        files = ["--config", "configs/mlp/adamw/base.yaml", "--config", file]
+        config = for_trials(described(files, "sweep")[0])
     answer = []
     for index in range(case["trials"]):
         seed = index if case["seeds"] else 0
         point = {} if case["seeds"] else {"model.optimizer.lr": 0.02 * 1.02**index}
         name = f"trial={index}"  # a text, as in sweeps: the number alone would be parsed anew for each run
-        answer.append(Run(with_run(at(whole, point), "last_epoch", seed, folder / name), folder / name, name))
+        answer.append(Run(with_run(at(config, point), "last_epoch", seed, folder / name), folder / name, name))
     return answer
 
 
@@ -77,7 +71,7 @@ class Enough(Exception):
     """Ends a run that has been timed for long enough."""
 
 
-def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def time_stack(case: dict[str, Any], options: argparse.Namespace) -> Row:
     """The trials of a case as one program: seconds of each part, and the whole extrapolated."""
     epoch = 3 if options.quick else EPOCH
     last, saved_at = options.epochs * epoch, options.epochs // 2 * epoch
@@ -88,31 +82,28 @@ def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
         if step >= last:
             raise Enough
 
-    with tempfile.TemporaryDirectory() as folder, without_announcements():
+    with tempfile.TemporaryDirectory() as folder, without_announcements(), suppress(Enough):
         start, pattern = time.perf_counter(), Pattern()
-        alike = runs(case, options, Path(folder))
-        openings = [open_stacked(run, pattern, {}, lambda: len(alike)) for run in alike]
-        loop = StackLoop(openings, progress=note)
-        with suppress(Enough):
-            loop.run()
-        del loop
+        runs = make_runs(case, options, Path(folder))
+        openings = [open_stacked(each, pattern, {}, lambda: len(runs)) for each in runs]
+        StackLoop(openings, progress=note).run()
     steps = sorted(moments)
     first = next(step for step in steps if step >= epoch)
     before = max(step for step in steps if step < saved_at)
     after = next(step for step in steps if step > saved_at)
-    rate = (before - first) / (moments[before] - moments[first]) if before > first else math.nan
+    speed = (before - first) / (moments[before] - moments[first]) if before > first else math.nan
     seconds = {
         "set-up": moments[steps[0]] - start,
         "first epoch": moments[first] - moments[steps[0]],
-        "epoch": epoch / rate,
-        "a checkpoint": moments[after] - moments[before] - (after - before) / rate,
+        "epoch": epoch / speed,
+        "a checkpoint": moments[after] - moments[before] - (after - before) / speed,
     }
     whole = seconds["set-up"] + seconds["first epoch"] + (EPOCHS - 1) * seconds["epoch"] + 6 * seconds["a checkpoint"]
-    flops = len(alike) * flops_of_step(case["width"], 8 if options.quick else 2000)
+    flops = len(runs) * flops_of_step(case["width"], 8 if options.quick else 2000)
     return {
         **seconds,
-        "steps/s": rate,
-        "TFLOP/s": flops * rate / 1e12,
+        "steps/s": speed,
+        "TFLOP/s": flops * speed / 1e12,
         "minutes for 500 epochs": whole / 60,
         "peak GB": peak_gb(),
     }
@@ -124,83 +115,52 @@ def flops_of_step(width: int, rows: int) -> float:
     return module.training_flops((torch.zeros(rows, 54), torch.zeros(rows, dtype=torch.long)))
 
 
-def one_by_one(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def time_single(case: dict[str, Any], options: argparse.Namespace) -> Row:
     """The time of trials one after another, extrapolated from single runs of two lengths."""
-    seconds = {}
+    seconds = []
     with tempfile.TemporaryDirectory() as folder, without_announcements():
-        runs({**case, "epochs": 2}, options, Path(folder))[0].make()  # reads the data, and compiles
+        make_runs(case, options, Path(folder), epochs=2)[0].make()  # reads the data, and compiles
         for epochs in (options.epochs, 3 * options.epochs):
-            run = runs({**case, "epochs": epochs}, options, Path(folder) / str(epochs))[1]
+            run = make_runs(case, options, Path(folder) / str(epochs), epochs)[1]
             start = time.perf_counter()
             run.make()
-            seconds[epochs] = time.perf_counter() - start
-    epoch = (seconds[3 * options.epochs] - seconds[options.epochs]) / (2 * options.epochs)
-    fixed = seconds[options.epochs] - options.epochs * epoch
+            seconds.append(time.perf_counter() - start)
+    epoch = (seconds[1] - seconds[0]) / (2 * options.epochs)
+    fixed = seconds[0] - options.epochs * epoch
     minutes = case["trials"] * (fixed + EPOCHS * epoch) / 60
     return {"set-up and end": fixed, "epoch": epoch, "minutes for 500 epochs": minutes, "peak GB": peak_gb()}
 
 
 def bare_steps(
-    name: str, make: Callable[[], Growable], batch: Any, sizes: list[int], device: torch.device
+    name: str, make: Callable[..., Growable], batch: Any, sizes: list[int], device: torch.device
 ) -> Iterator[Row]:
-    """Trials × steps a second of a captured single step, and of captured stacks."""
+    """Trials × steps a second of a compiled and captured single step, and of captured stacks."""
+    on_gpu = device.type == "cuda"
+    context = partial(torch.autocast, "cuda", torch.bfloat16) if on_gpu else nullcontext
 
-    def context() -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-    def one() -> Callable[[], Any]:
-        module = make().to(device)
-        module.configure_model()
-        assert module.net is not None
-        module.to(device)
-        module.compile_network(module.net)
-        optimizer = module.configure_optimizers()
-
-        def gradients(inputs: Any) -> torch.Tensor:
-            with context():
-                loss = module.loss(inputs)
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.zero_grad()
-            gradients(batch)
-            optimizer.step()
-        if device.type != "cuda":
-            return lambda: gradients(batch)
-        step = CapturedStep(gradients, optimizer, batch)
-        return lambda: step(batch)
-
-    def many(size: int, compiled: bool) -> Callable[[], Any]:
+    def make_step(size: int, compiled: bool) -> Callable[[], Any]:
         modules = [make() for _ in range(size)]
         for module in modules:
             module.configure_model()
             module.to(device)
-        stack = Stack(
-            modules,
-            [module.configure_optimizers() for module in modules],
-            lambda model, inputs: model.mappable_loss(inputs),
-            modules[0].stacked_losses(),
-            compiled=compiled,
-            fused=device.type == "cuda",
-        )
-        stack.optimizer.read_numbers()
-        stack.advance(batch, context=context)
-        if device.type != "cuda":
-            return lambda: stack.advance(batch)
-        step = CapturedStack(stack, batch, context=context)
-        return lambda: step(batch)
+        optimizers = [module.configure_optimizers() for module in modules]
+        losses = modules[0].stacked_losses()
+        stack = Stack(modules, optimizers, Growable.mappable_loss, losses, compiled=compiled, fused=on_gpu)
+        stack.step(batch, context=context)
+        step = CapturedStack(stack, batch, context=context) if on_gpu else stack.advance
+        return partial(step, batch)
 
-    ways = {"1, by itself": (1, one)}
-    for size in sizes:
-        ways[f"{size} stacked"] = size, partial(many, size, False)
-    if device.type == "cuda":
-        ways[f"{sizes[-1]} stacked, compiled"] = sizes[-1], partial(many, sizes[-1], True)
-    for way, (size, make_step) in ways.items():
+    precision, steps = ("bf16-mixed", 500) if on_gpu else ("32-true", 5)
+    single = Case(name, partial(make, compile=on_gpu), lambda _: [batch], None, "", 1, steps, 10, precision, 0)
+    clear_memory()
+    watch, _ = bare(single, device)
+    yield {"case": name, "way": "1, by itself", "trials × steps/s": steps / watch.seconds, "peak GB": peak_gb()}
+    ways = [(size, False) for size in sizes] + ([(sizes[-1], True)] if on_gpu else [])
+    for size, compiled in ways:
         clear_memory()
-        row: Row = {"case": name, "way": way}
+        row: Row = {"case": name, "way": f"{size} stacked{', compiled' if compiled else ''}"}
         try:
-            step = make_step()
+            step = make_step(size, compiled)
             for _ in range(3):
                 step()
             yield row | {"trials × steps/s": size * rate(step, 2.0, at_once=5), "peak GB": peak_gb()}
@@ -239,23 +199,19 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
     }
     for name in options.cases.split(";") if options.cases else cases:
         clear_memory()
-        yield {"case": name, **cases[name], **in_fits(cases[name], options)}
+        yield {"case": name, **cases[name], **time_stack(cases[name], options)}
         if options.separate:
             clear_memory()
-            yield {"case": f"{name}, one by one", **cases[name], **one_by_one(cases[name], options)}
+            yield {"case": f"{name}, one by one", **cases[name], **time_single(cases[name], options)}
 
 
 def main(arguments: list[str]) -> None:
-    run(
-        __doc__,
-        rows,
-        arguments,
-        {
-            "part": {"nargs": "?", "choices": ["fits", "bare"], "default": "fits"},
-            "--data_dir": {"help": "the folder of the full Covertype"},
-            "--epochs": {"type": int, "default": 8},
-            "--sizes": {"default": "2,4,8", "help": "of the stacks whose steps alone are timed"},
-            "--cases": {"default": "", "help": "the names of cases, separated by semicolons"},
-            "--separate": {"action": "store_true", "help": "also one trial by itself"},
-        },
-    )
+    options: dict[str, dict[str, Any]] = {
+        "part": {"nargs": "?", "choices": ["fits", "bare"], "default": "fits"},
+        "--data_dir": {"help": "the folder of the full Covertype"},
+        "--epochs": {"type": int, "default": 8},
+        "--sizes": {"default": "2,4,8", "help": "of the stacks whose steps alone are timed"},
+        "--cases": {"default": "", "help": "the names of cases, separated by semicolons"},
+        "--separate": {"action": "store_true", "help": "also one trial by itself"},
+    }
+    run(__doc__, rows, arguments, options)

@@ -16,7 +16,7 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -52,18 +52,13 @@ NOISE: dict[str, Noise | None] = {
 }
 
 
-def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the parts that this rank has of its tensors."""
-    return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
 def held(trainer: Trainer, module: Growable) -> int:
     """Bytes of weights, gradients and optimizer state on this rank."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     states: list[Tensor] = []
     for state in (state for optimizer in trainer.optimizers for state in optimizer.state.values()):
         states += [value for value in state.values() if isinstance(value, Tensor)]
-    return local_bytes([*module.parameters(), *gradients, *states])
+    return sum(local_part(tensor).nbytes for tensor in (*module.parameters(), *gradients, *states))
 
 
 def alive() -> int:
@@ -169,13 +164,9 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def main(arguments: list[str]) -> None:
-    run(
-        __doc__,
-        rows,
-        ["--device", "cpu", *arguments],
-        {
-            "--processes": {"default": "2,4", "help": "comma-separated"},
-            "--width": {"type": int, "default": 1024, "help": "the wide one"},
-            "--noise": {"default": ",".join(NOISE), "help": "a comma-separated part of these"},
-        },
-    )
+    options: dict[str, dict[str, Any]] = {
+        "--processes": {"default": "2,4", "help": "comma-separated"},
+        "--width": {"type": int, "default": 1024, "help": "the wide one"},
+        "--noise": {"default": ",".join(NOISE), "help": "a comma-separated part of these"},
+    }
+    run(__doc__, rows, ["--device", "cpu", *arguments], options)

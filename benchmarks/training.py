@@ -10,13 +10,11 @@ import argparse
 import contextlib
 import io
 import math
-import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import mupscale
-from benchmarks import harness
 from benchmarks.harness import Row, choices, clear_memory, now, peak_gb, rate
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.plain import default_callbacks
@@ -35,18 +32,6 @@ from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable
-
-KERNELS = {  # kind: what the names of its kernels contain
-    "attention": r"sdpa|flash|fmha|cudnn::fusion",
-    "convolution": r"conv|dgrad|wgrad|fprop|implicit_gemm|nchwTo|nhwcTo",
-    "matmul": r"nvjet|gemm|cutlass|cublas|splitk|gemv",
-    "loss": r"softmax|nll|logsumexp",
-    "activation": r"gelu|relu",
-    "norm": r"norm",
-    "optimizer and clipping": r"multi_tensor|adam|sgd|foreach",
-    "copies": r"copy|memcpy|memset|fill",
-    "sums and pointwise": r"triton|reduce|elementwise|index",
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +72,6 @@ class Watch(Marks):
         self.warm_up, self.steps = warm_up, steps
         self.started = time.perf_counter()
         self.first = self.seconds = self.grown = 0.0
-        self.kernels: dict[str, float] = {}
         self._since, self._held = 0.0, 0
 
     def on_train_batch_end(
@@ -156,38 +140,21 @@ def bare(case: Case, device: torch.device) -> tuple[Watch, float]:
             mupscale.clip_grad_norm_(module.net, case.clip)
         return loss
 
-    step: Callable[[Any], Tensor]
-
     def eager(batch: Any) -> Tensor:
         optimizer.zero_grad()
         loss = gradients(batch)
         optimizer.step()
         return loss.detach()
 
-    step = eager
+    step: Callable[[Any], Tensor] = eager
     for count, batch in enumerate(endless(case.batches(device)), start=1):
         if count == 4 and device.type == "cuda":
             step = CapturedStep(gradients, optimizer, batch)
         loss = step(batch)
         watch.after(count)
         if count == case.warm_up + case.steps:
-            watch.kernels = kernel_shares(partial(step, batch)) if device.type == "cuda" else {}
             return watch, float(loss)
     raise AssertionError("no batches")
-
-
-def kernel_shares(step: Callable[[], object]) -> dict[str, float]:
-    """The fraction of the device's time that each kind of kernel takes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-    spent: dict[str, float] = {}
-    for event in profile.key_averages():
-        kind = next((kind for kind, names in KERNELS.items() if re.search(names, event.key, re.IGNORECASE)), "other")
-        spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total
-    total = sum(spent.values()) or 1.0
-    return {kind: round(time / total, 3) for kind, time in sorted(spent.items(), key=lambda item: -item[1]) if time > 0}
 
 
 def endless(loader: Any) -> Iterator[Any]:
@@ -247,7 +214,6 @@ def measured(case: Case, name: str, side: Side, device: torch.device) -> Row:
         "grown MB": watch.grown,
         "first s": watch.first,
         "last loss": loss if loss is not None else "",
-        "kernels": watch.kernels,
     }
 
 
@@ -260,46 +226,28 @@ def matmul_peak(device: torch.device) -> float:
     return 2 * size**3 * rate(lambda: a @ b, 1.0, at_once=20) / 1e12
 
 
-def run(
-    description: str | None,
-    cases: Callable[..., list[Case]],
-    arguments: list[str],
-    options: dict[str, dict[str, Any]] | None = None,
-) -> None:
-    """Measures the sides of all cases, each beside those before it; `cases` also gets the benchmark's own options."""
-    own = options or {}
-
-    def rows(given: argparse.Namespace) -> Iterator[Row]:
-        torch.set_float32_matmul_precision("high")
-        found = cases(given.quick, **{name.lstrip("-"): getattr(given, name.lstrip("-")) for name in own})
-        sides: dict[str, Side] = {case.rival: draft for case in found if case.draft}
-        sides |= {"bare": bare, "ours": ours}
-        wanted = choices("--sides", given.sides or ",".join(sides), sides)
-        yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
-        for case in (case for case in found if not given.only or given.only in case.name):
-            measurements = []
-            for _ in range(given.repeat):
-                before: dict[str, float] = {}
-                for name in (name for name in sides if name in wanted):
-                    if given.repeat == 1 or not measurements:  # repetitions need not compile again
-                        torch.compiler.reset()
-                    row = measured(case, name, sides[name], given.device)
-                    row |= {f"÷ {other}": row["steps/s"] / speed for other, speed in before.items()}
-                    before[name] = row["steps/s"]
-                    measurements.append(row)
-                    yield row
-                    if row["kernels"]:
-                        print(", ".join(f"{kind} {100 * share:.1f} %" for kind, share in row["kernels"].items()))
-            if given.repeat > 1:
-                yield from (summary(measurements, name) for name in sides if name in wanted)
-        yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
-
-    shared: dict[str, dict[str, Any]] = {
-        "--only": {"help": "the cases whose names contain this"},
-        "--sides": {"help": "some of the ways to train, separated by commas; all by default"},
-        "--repeat": {"type": int, "default": 1, "help": "how often all sides of a case are measured, in turn"},
-    }
-    harness.run(description, rows, arguments, shared | own)
+def rows(given: argparse.Namespace, cases: list[Case]) -> Iterator[Row]:
+    """Measures the sides of all cases, each beside those before it."""
+    torch.set_float32_matmul_precision("high")
+    sides: dict[str, Side] = {case.rival: draft for case in cases if case.draft}
+    sides |= {"bare": bare, "ours": ours}
+    wanted = choices("--sides", given.sides or ",".join(sides), sides)
+    yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
+    for case in (case for case in cases if given.only in case.name):
+        measurements = []
+        for _ in range(given.repeat):
+            before: dict[str, float] = {}
+            for name in (name for name in sides if name in wanted):
+                if given.repeat == 1 or not measurements:  # repetitions need not compile again
+                    torch.compiler.reset()
+                row = measured(case, name, sides[name], given.device)
+                row |= {f"÷ {other}": row["steps/s"] / speed for other, speed in before.items()}
+                before[name] = row["steps/s"]
+                measurements.append(row)
+                yield row
+        if given.repeat > 1:
+            yield from (summary(measurements, name) for name in sides if name in wanted)
+    yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
 
 
 def summary(measurements: list[Row], side: str) -> Row:
