@@ -17,9 +17,8 @@ from training_runs import LIGHTNING_WARNINGS, fit_outside, state
 
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.lab.stack_loop import StackLoop, long_lived_objects, room_in_stack
+from mupscale.commands.lab.stack_loop import StackedSteps, StackLoop, long_lived_objects, room_in_stack
 from mupscale.commands.lab.stacked_fit import Apart
-from mupscale.commands.lab.stacked_steps import StackedSteps
 from mupscale.methods.noise import AdditiveNoise
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]

@@ -21,7 +21,7 @@ from tiers import slow_except
 from mupscale.__main__ import main
 from mupscale.callbacks.curves import Curves
 from mupscale.commands.lab.run import result_of
-from mupscale.commands.lab.stacked_steps import StackedSteps
+from mupscale.commands.lab.stack_loop import StackedSteps
 from mupscale.models.base import Growable
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

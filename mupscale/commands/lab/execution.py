@@ -1,6 +1,8 @@
 """The options of `sweep` and `experiment` that say where their runs are made, and the driver that makes them so."""
 
 import argparse
+import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,16 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from mupscale.commands.arguments import STACK_HELP, stack_size
 from mupscale.commands.config import read_json, refuse_difference
-from mupscale.commands.lab import on_ray
 from mupscale.commands.process import Terminated
 from mupscale.commands.run_folder import LOCK, Claim
-from mupscale.errors import UserError, as_user_errors
+from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
     from mupscale.commands.lab.driver import Driver
 
 WORKERS_HELP = """the number of processes on this machine (default: one per GPU; for small networks, several per GPU are
 faster)"""
+
+RAY_HELP = """run on a Ray cluster (docs/cluster.md): HOST:PORT, or auto for the cluster of which this machine is a
+node"""
+
+GPUS_HELP = """with --ray: the share of a GPU per task, such as 0.25 (default: 1, or 0 if the cluster has no GPU or
+trainer.accelerator is cpu)"""
+
+CPUS_HELP = """with --ray: the number of CPUs and threads per task (default: 1)"""
 
 PART_HELP = """make only a fixed share of the runs, part I of N, from 0; start all N parts, for example as a SLURM array
 (docs/cluster.md)"""
@@ -40,7 +49,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help=WORKERS_HELP)
     parser.add_argument("--part", metavar="I/N", help=PART_HELP)
     parser.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
-    on_ray.add_options(parser)
+    parser.add_argument("--ray", metavar="ADDRESS", help=RAY_HELP)
+    parser.add_argument("--gpus_per_run", type=float, metavar="SHARE", help=GPUS_HELP)
+    parser.add_argument("--cpus_per_run", type=float, metavar="N", help=CPUS_HELP)
 
 
 def refuse_options(options: argparse.Namespace) -> None:
@@ -51,7 +62,26 @@ def refuse_options(options: argparse.Namespace) -> None:
         read_part(options.part)
         if options.ray is not None:
             raise UserError("--part divides the runs among commands, and --ray among the nodes of a cluster; give one")
-    on_ray.refuse_options(options)
+    refuse_ray_options(options)
+
+
+def refuse_ray_options(options: argparse.Namespace) -> None:
+    gpus, cpus = options.gpus_per_run, options.cpus_per_run
+    if options.ray is None:
+        for name, value in (("gpus_per_run", gpus), ("cpus_per_run", cpus)):
+            if value is not None:
+                raise UserError(f"--{name} is for runs on a Ray cluster; give its address with --ray, or leave it out")
+        return
+    if options.workers is not None:
+        raise UserError("--workers starts processes on this machine, and --ray makes the runs on a cluster; give one")
+    if gpus is not None and not 0 <= gpus <= 1:
+        raise UserError(f"--gpus_per_run {gpus:g}: a run is on one GPU; give 1, or a share such as 0.25")
+    if cpus is not None and not (cpus > 0 and math.isfinite(cpus)):
+        raise UserError(f"--cpus_per_run must be above 0, got {cpus:g}")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # would copy the working directory to the nodes
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two tasks may be alike
+    with needs_extra("cluster"):
+        import ray  # noqa: F401
 
 
 def read_part(text: str) -> tuple[int, int]:
@@ -65,20 +95,34 @@ def read_part(text: str) -> tuple[int, int]:
 @contextmanager
 def open_driver(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Driver"]:
     """The driver that the options ask for, which alone works on the folder `out`, or on its part of the runs."""
-    from mupscale.commands.lab.driver import Driver, Inline
-    from mupscale.commands.lab.workers import visible_gpus, workers
+    from mupscale.commands.lab.driver import Driver, Executor, Inline
 
     part, parts = (0, 1) if options.part is None else read_part(options.part)
+    executor: Executor
     with ExitStack() as stack:
-        cluster = None if options.ray is None else stack.enter_context(on_ray.connected(options, accelerator, out))
+        if options.ray is not None:
+            from mupscale.commands.lab.on_ray import connected
+
+            executor = stack.enter_context(connected(options, accelerator, out))
         stack.enter_context(claimed(out if options.part is None else out / f"part-{part}-of-{parts}"))
-        if cluster is not None:
-            yield Driver(cluster, stack_size(options.stack))
-            return
-        gpus = [] if accelerator == "cpu" else visible_gpus()
+        gpus = [] if accelerator == "cpu" or options.ray is not None else visible_gpus()
         count = options.workers or max(1, len(gpus))
-        executor = Inline() if count == 1 else stack.enter_context(workers(count, gpus))
+        if count > 1:
+            from mupscale.commands.lab.workers import workers
+
+            executor = stack.enter_context(workers(count, gpus))
+        elif options.ray is None:
+            executor = Inline()
         yield Driver(executor, stack_size(options.stack), part, parts)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count()  # does not start CUDA in this process
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
 def is_begun(out: Path) -> bool:

@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import logging
-import math
 import os
 import pickle
 import platform
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mupscale.commands.process import Terminated, interruptions, raise_for
 from mupscale.commands.run_folder import LOCK
-from mupscale.errors import UserError, needs_extra
+from mupscale.errors import UserError
 
 if TYPE_CHECKING:
     from mupscale.commands.lab.driver import Ending, Job
@@ -49,40 +48,6 @@ GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + SETTINGS + b"\0\0\0
 
 PATIENCE = 5.0
 """Seconds that a task has to end before its process is killed. Either way its runs can be resumed."""
-
-RAY_HELP = """run on a Ray cluster (docs/cluster.md): HOST:PORT, or auto for the cluster of which this machine is a
-node"""
-
-GPUS_HELP = """with --ray: the share of a GPU per task, such as 0.25 (default: 1, or 0 if the cluster has no GPU or
-trainer.accelerator is cpu)"""
-
-CPUS_HELP = """with --ray: the number of CPUs and threads per task (default: 1)"""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ray", metavar="ADDRESS", help=RAY_HELP)
-    parser.add_argument("--gpus_per_run", type=float, metavar="SHARE", help=GPUS_HELP)
-    parser.add_argument("--cpus_per_run", type=float, metavar="N", help=CPUS_HELP)
-
-
-def refuse_options(options: argparse.Namespace) -> None:
-    gpus, cpus = options.gpus_per_run, options.cpus_per_run
-    if options.ray is None:
-        for name, value in (("gpus_per_run", gpus), ("cpus_per_run", cpus)):
-            if value is not None:
-                raise UserError(f"--{name} is for runs on a Ray cluster; give its address with --ray, or leave it out")
-        return
-    if options.workers is not None:
-        raise UserError("--workers starts processes on this machine, and --ray makes the runs on a cluster; give one")
-    if gpus is not None and not 0 <= gpus <= 1:
-        raise UserError(f"--gpus_per_run {gpus:g}: a run is on one GPU; give 1, or a share such as 0.25")
-    if cpus is not None and not (cpus > 0 and math.isfinite(cpus)):
-        raise UserError(f"--cpus_per_run must be above 0, got {cpus:g}")
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # would copy the working directory to the nodes
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two tasks may be alike
-    with needs_extra("cluster"):
-        import ray  # noqa: F401
-
 
 # --- the connection
 

@@ -2,7 +2,7 @@
 
 Every fit has its own trainer, callbacks, loggers and checkpoints (`stacked_fit.py`). Only the step is shared. The fits
 that are furthest behind step first, so that fits that were resumed from different steps catch up. If the next steps of
-a fit need no hooks, it is advanced by many steps at once (`stacked_steps.py`).
+a fit need no hooks, it is advanced by many steps at once.
 """
 
 import gc
@@ -10,20 +10,30 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from torch import Tensor, nn
 
+from mupscale._torch import step_by_hand, step_hooks, tree_map
+from mupscale.callbacks.fast_loop import is_resident
+from mupscale.callbacks.step_blocks import HostCopy
 from mupscale.callbacks.upscale import size_after_all, swaps_of
-from mupscale.commands.lab.stacked_fit import Apart, Opening, StackedFit, why_apart
-from mupscale.commands.lab.stacked_steps import StackedSteps, loss_of
+from mupscale.commands.lab.stacked_fit import Apart, Opening, Scores, StackedFit, why_apart
 from mupscale.commands.process import Terminated
+from mupscale.cuda_graph import batch_kind
+from mupscale.datamodules.resident import joint_batch
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
-from mupscale.models._lightning_loop import steps_before_the_end, training_loader
-from mupscale.models.base import init_contexts
+from mupscale.models import _lightning_loop as loops
+from mupscale.models.base import Growable, init_contexts
 from mupscale.models.checkpoint import Size
+from mupscale.stacking.captured import Captured, CapturedStack, captured_scores
+from mupscale.stacking.dropout import mixed
 from mupscale.stacking.memory import bytes_per_model
+from mupscale.stacking.stack import Stack
 from mupscale.widening.stepping import step_records
 
 NEVER = 1_000_000
@@ -86,7 +96,7 @@ class StackLoop:
         first = min(running, key=lambda fit: fit.step)
         group = [fit for fit in running if fit.place == first.place]
         least = first.step
-        end = least + int(steps_before_the_end(first.trainer)) + 1
+        end = least + int(loops.steps_before_the_end(first.trainer)) + 1
         steps = self._steps_of(group)
         if first.free >= 1:
             ahead = [fit.step - least for fit in running if fit.step > least]
@@ -103,7 +113,7 @@ class StackLoop:
         for fit in group:
             fit.end_step(scores.get(fit))
 
-    def _steps_of(self, fits: list[StackedFit]) -> StackedSteps:
+    def _steps_of(self, fits: list[StackedFit]) -> "StackedSteps":
         """Those of these fits: the last ones, unless the fits or their networks are others."""
         if self._steps is None or not self._steps.is_of(fits):
             self._steps = None  # its memory, before the next takes as much
@@ -134,6 +144,237 @@ def long_lived_objects() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+# --- their steps
+
+
+class StackedSteps:
+    """The steps and validations of fits whose networks are one stack."""
+
+    def __init__(self, fits: list[StackedFit]) -> None:
+        self.fits = fits
+        trainer, module = fits[0].trainer, fits[0].module
+        optimizers = [each.trainer.optimizers[0] for each in fits]
+        self._networks = [each.module.net for each in fits]
+        self._modes = modes_of(fits)
+        self._stack = Stack(
+            [each.module for each in fits],
+            optimizers,
+            loss_of,
+            module.stacked_losses(),
+            compiled=module.hparams["compile"],
+            fused=module.device.type == "cuda",
+        )
+        for optimizer in optimizers:
+            step_by_hand(optimizer)
+        self._max_norm = trainer.gradient_clip_val
+        self._draws = module.stacked_losses() is None  # in it, dropout may be
+        self._seeds = torch.tensor([each.seed for each in fits], device=module.device)
+        self._device = trainer.strategy.root_device
+        self._context = trainer.precision_plugin.train_step_context
+        self._is_unread = True
+        self._captured: CapturedStack | None = None
+        self._evaluations: dict[str, Captured] = {}
+        self._kind: Any = None
+
+    def is_of(self, fits: list[StackedFit]) -> bool:
+        """Whether these fits, with the networks that they have now, and what these train, are those of the stack."""
+        if fits != self.fits or any(each.module.net is not net for each, net in zip(fits, self._networks, strict=True)):
+            return False
+        return modes_of(fits) == self._modes
+
+    def read_again(self) -> None:
+        """Reads the numbers of the optimizers before the next step: hooks may have changed them since."""
+        self._is_unread = True
+
+    # --- a step with all hooks
+
+    def take_one(self) -> list[Tensor]:
+        """A step of each fit on its batch; returns the losses."""
+        loaders, batches = [each.loader for each in self.fits], [each.batch for each in self.fits]
+        shared = loaders[0] is not None and all(loader.order == loaders[0].order for loader in loaders)
+        self._stack.optimizer.read_numbers()
+        batch = batches[0] if shared else tree_map(lambda *parts: torch.stack(parts), *batches)
+        return list(self._step(batch, shared, self.fits[0].step).double().cpu())
+
+    # --- free steps
+
+    def take_free(self, limit: float, progress: Callable[[int], None]) -> None:
+        """Takes free steps of all fits until one of them has none left, or stops; at most `limit`.
+
+        On a GPU, the next steps run while the fits process the last ones. So a fit that stops because it diverged may
+        have taken a few more steps.
+        """
+        first = self.fits[0].trainer
+        waits = self._device.type != "cuda" or bool(first.lr_scheduler_configs)
+        left = int(min(limit, *(each.free for each in self.fits)))
+        place, step = loops.place_in_data(first), first.global_step
+        under_way: Block | None = None
+        while left:
+            block = self._launched(place, step, left)
+            place, step, left = block.end, step + block.steps, left - block.steps
+            if int(first.num_training_batches) == place.position:
+                place = place.next_epoch()
+            if under_way is not None:
+                self._account_for(under_way)
+            under_way = block
+            progress(step)
+            if waits or not left:
+                self._account_for(under_way)
+                under_way = None
+            if any(each.trainer.should_stop for each in self.fits):
+                break
+        if under_way is not None:
+            self._account_for(under_way)
+
+    def _launched(self, place: loops.Place, step: int, most: int) -> "Block":
+        """Launches steps, up to the next after which a fit has something to do."""
+        trainers = [each.trainer for each in self.fits]
+        strides = [callback.stride(each.trainer, step) for each in self.fits for callback in each.strides]
+        count = int(min([most, loops.steps_to_validation(trainers[0], place), *strides]))
+        loaders = [each.loader for each in self.fits]
+        shared = all(loader.order == loaders[0].order for loader in loaders)
+        scheduled = bool(trainers[0].lr_scheduler_configs)
+        if self._is_unread:
+            self._stack.optimizer.read_numbers()
+            self._is_unread = False
+        losses, batch = [], None
+        for index in range(count):
+            where = place.epoch, place.position + index
+            batch = self._prepared(loaders[0].batch_at(*where) if shared else joint_batch(loaders, *where))
+            losses.append(self._step(batch, shared, step + index))
+            if scheduled:
+                for trainer in trainers:
+                    loops.pass_steps(trainer, 1)
+                self._stack.optimizer.read_rates()
+        like_theirs = batch if shared else tree_map(lambda part: part[0], batch)
+        end = place.after(count)
+        scores = self._scores() if loops.is_followed_by_validation(trainers[0], end) else None
+        return Block(count, end, like_theirs, HostCopy({"loss": torch.stack(losses, dim=1)}), scores)
+
+    def _account_for(self, block: "Block") -> None:
+        """Counts the steps of a block in all fits that are still running, and calls their callbacks."""
+        losses = block.losses.arrived()["loss"]
+        scores = [] if block.scores is None else self._scores_by_fit(block.scores)
+        for index, each in enumerate(self.fits):
+            trainer, module = each.trainer, each.module
+            if trainer.should_stop:
+                continue
+            if not trainer.lr_scheduler_configs:
+                loops.pass_steps(trainer, block.steps)
+            each.loader.go_to(block.end.epoch, block.end.position)
+            each.free -= block.steps
+            each.validated = False
+            each.loss = losses[index][-1]
+            for callback in each.strides:
+                callback.on_steps(trainer, module, block.batch, losses[index])
+            if scores and not trainer.should_stop:  # otherwise Lightning validates it, at its end
+                loops.pass_validation(trainer, *scores[index], each.step - 1)
+                each.validated = True
+                for callback in each.strides:
+                    callback.on_scores(trainer, module)
+            if loops.batches_left(trainer) == 0 and each.free >= 1 and not trainer.should_stop:
+                loops.pass_epoch(trainer)
+
+    def scores(self) -> list[Scores]:
+        return self._scores_by_fit(self._scores())
+
+    def _scores_by_fit(self, scores: HostCopy) -> list[Scores]:
+        scoring = self.fits[0].module.joint_scores()
+        assert scoring is not None
+        means = scores.arrived()
+        rows = [{name: values[index] for name, values in means.items()} for index in range(len(self.fits))]
+        return [(self._validation[1], scoring.finished(row)) for row in rows]
+
+    def _scores(self) -> HostCopy:
+        """Launches a validation of all fits."""
+        module = self.fits[0].module
+        scoring = module.joint_scores()
+        assert scoring is not None
+        loaders, batches = self._validation
+        shared = all(loader.order == loaders[0].order for loader in loaders)
+        sums: dict[str, Tensor] = {}
+        samples = 0
+        for position in range(batches):
+            batch = self._prepared(loaders[0].batch_at(0, position) if shared else joint_batch(loaders, 0, position))
+            size = module.batch_size(batch if shared else tree_map(lambda part: part[0], batch))
+            samples += size
+            for name, mean in self._evaluated(scoring.of_batch, batch, shared).items():
+                total = mean.double() * size
+                sums[name] = sums[name] + total if name in sums else total
+        return HostCopy({name: total / samples for name, total in sums.items()})
+
+    @cached_property
+    def _validation(self) -> tuple[list[Any], int]:
+        """The loaders of the validation batches of each fit, and how many batches count."""
+        found = [loops.validation_loader(each.trainer) for each in self.fits]
+        loaders = [loader for loader, _ in filter(None, found)]
+        assert len(loaders) == len(found)
+        assert found[0] is not None
+        return loaders, found[0][1]
+
+    def _evaluated(self, function: Any, batch: Any, shared: bool) -> dict[str, Tensor]:
+        context = self.fits[0].trainer.precision_plugin.val_step_context
+        if not self.fits[0].loop.cuda_graph:
+            with context():
+                return self._stack.evaluate(function, batch, shared=shared)
+        kind = str((shared, batch_kind(batch)))
+        if kind not in self._evaluations:
+            self._evaluations[kind] = captured_scores(self._stack, function, batch, shared=shared, context=context)
+        return self._evaluations[kind](batch)
+
+    # --- the step
+
+    def _step(self, batch: Any, shared: bool, number: int) -> Tensor:
+        """Takes a step of all fits; returns the losses, on their device."""
+        if self._draws:
+            self._stack.seeds.copy_(mixed(self._seeds, number))
+        options: dict[str, Any] = {"shared": shared, "max_norm": self._max_norm, "context": self._context}
+        if not self.fits[0].loop.cuda_graph:
+            return self._stack.advance(batch, **options)
+        kind, before = (shared, batch_kind(batch)), self._kind
+        self._kind = kind
+        if kind != before:  # a graph is made for the second step in a row of a kind
+            self._captured = None
+            return self._stack.advance(batch, **options)
+        if self._captured is None:
+            self._captured = CapturedStack(self._stack, batch, **options)
+        return self._captured(batch)
+
+    def _prepared(self, batch: Any) -> Any:
+        """A batch on the device, in the precision of the fits."""
+        trainer = self.fits[0].trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        return batch if is_resident(batch, self._device) else trainer.strategy.batch_to_device(batch)
+
+
+def modes_of(fits: list[StackedFit]) -> list[bool]:
+    """Which weights are trained, which modules are in training mode, and which optimizers have hooks of others.
+
+    Callbacks may change all of them.
+    """
+    trained = [weight.requires_grad for each in fits for weight in each.module.parameters()]
+    hooked = [step_hooks(optimizer) > 0 for each in fits for optimizer in each.trainer.optimizers]
+    return [*trained, *hooked, *(part.training for each in fits for part in each.module.modules())]
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    assert isinstance(model, Growable)
+    try:
+        return model.mappable_loss(batch)
+    except MisconfigurationException as error:  # by self.log
+        raise UserError(f"`loss` of many models at once cannot call Lightning: {error}") from error
+
+
+class Block(NamedTuple):
+    """Launched steps: how many, where in the data they end, and their pending results."""
+
+    steps: int
+    end: loops.Place
+    batch: Any
+    losses: HostCopy
+    scores: HostCopy | None
 
 
 # --- how many fits one stack has room for
@@ -170,7 +411,7 @@ def room_in_stack(first: StackedFit, size: int | str) -> int:
 
 
 def bytes_of(first: StackedFit, size: Size) -> int:
-    module, loader = first.module, training_loader(first.trainer)
+    module, loader = first.module, loops.training_loader(first.trainer)
     batch = first.batch if loader is None else loader.batch_at(0, 0)
     net = module.net
     with torch.random.fork_rng(devices=[]), init_contexts(first.trainer):  # in the precision of the fit

@@ -39,15 +39,6 @@ PATIENCE = 5.0
 """Seconds that a worker has to end before it is killed. Either way its runs can be resumed."""
 
 
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    import torch
-
-    count = torch.cuda.device_count()  # does not start CUDA in this process
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",")[:count] if named else [str(index) for index in range(count)]
-
-
 class Worker:
     """A process that makes jobs, in a session of its own, so that Ctrl-C reaches only the driver, which stops it."""
 
