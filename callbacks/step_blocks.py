@@ -102,16 +102,20 @@ class StepBlocks:
         strides = [callback.stride(trainer, step) for callback in self._strides]
         count = int(min([most, self._most, steps_to_validation(trainer, place), *strides]))
         losses: list[Tensor] = []
+        taken: Any = None
         for position in range(place.position, place.position + count):
             batch = self._loader.batch_at(place.epoch, position)
-            if (self._is_scheduled or not losses) and step_kind(batch, optimizer) != captured.kind:
-                break  # a schedule may change more than rates
+            # a schedule may change more than rates, and the last batch of an epoch may be smaller
+            may_differ = self._is_scheduled or not losses or position + 1 == int(trainer.num_training_batches)
+            if may_differ and step_kind(batch, optimizer) != captured.kind:
+                break
             losses.append(captured(batch))
+            taken = batch
             if self._is_scheduled:
                 self._count(place.position, 1)
         if not losses:
             return None
-        return Block(len(losses), place.after(len(losses)), batch, HostCopy({"loss": torch.stack(losses)}), started)
+        return Block(len(losses), place.after(len(losses)), taken, HostCopy({"loss": torch.stack(losses)}), started)
 
     def _account_for(self, block: "Block") -> None:
         """Counts the steps of a block, and calls the callbacks."""
@@ -173,7 +177,7 @@ def takes_blocks(trainer: Trainer) -> bool:
 
 def free_steps(trainer: Trainer, strides: Sequence[Strides], passes_epochs: bool) -> float:
     """How many of the next steps need no hooks; ends of epochs and validations among them, if it `passes_epochs`."""
-    if trainer.should_stop:
+    if trainer.should_stop or trainer.received_sigterm:
         return 0  # it continues until min_epochs or min_steps
     steps = steps_before_the_end(trainer)
     if not passes_epochs:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from mupscale.models._lightning import callbacks_of, log_interval, rates_of, update_callback_metrics
+from mupscale.models._lightning_loop import steps_before_validation
 
 
 class Strides(Callback):
@@ -44,9 +45,10 @@ class RateMonitor(LearningRateMonitor, Strides):
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         every, step = self._every(trainer), trainer.global_step
+        free = math.inf if self.logging_interval == "step" else steps_before_validation(trainer)
         if not every or not trainer.lr_scheduler_configs or (step + 1) % every != 0:
-            return math.inf
-        return math.inf if self._noted is not None and self._noted[0] == step else 0
+            return free
+        return free if self._noted is not None and self._noted[0] == step else 0
 
     def stride(self, trainer: Trainer, step: int) -> float:
         every = self._every(trainer)

@@ -16,6 +16,7 @@ from mupscale.callbacks.upscale import swaps_of
 from mupscale.errors import UserError
 from mupscale.methods.noise import SignalNoise, save_constants
 from mupscale.models._lightning import callbacks_of
+from mupscale.models._lightning_loop import steps_before_validation, validates
 from mupscale.models.base import Growable, init_contexts, without_log
 
 DIVERGED = 10
@@ -158,7 +159,10 @@ class TrialMetric(Strides):
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         assert isinstance(pl_module, Growable)
-        return math.inf if str(pl_module.size) == self._size else 0  # the first step of a size
+        if str(pl_module.size) != self._size:  # the first step of a size
+            return 0
+        is_known = window_of(self.metric) is not None or self.metric in trainer.callback_metrics
+        return math.inf if is_known or validates(trainer) else steps_before_validation(trainer)
 
     def stride(self, trainer: Trainer, step: int) -> float:
         return steps_to(self._interval, step)

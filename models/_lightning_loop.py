@@ -211,8 +211,9 @@ def batches_left(trainer: Trainer) -> int:
 
 
 def validates(trainer: Trainer) -> bool:
-    """Whether a run validates at all."""
-    return bool(trainer.enable_validation and trainer.fit_loop.epoch_loop.val_loop._max_batches)
+    """Whether a run validates at all; Lightning may load the data for it as late as at the first validation."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    return bool(trainer.enable_validation and (loop._combined_loader is None or loop._max_batches))
 
 
 class Place(NamedTuple):

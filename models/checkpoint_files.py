@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
 from mupscale.atomic import durably
-from mupscale.device_memory import free_bytes
+from mupscale.device_memory import free_bytes, unreserved_bytes
 from mupscale.models._lightning import is_remote
 from mupscale.models.checkpoint import load_checkpoint
 
@@ -29,7 +29,7 @@ HEAD_START = 0.01
 first the training launches its next steps."""
 
 ON_DEVICE = 1 / 8
-"""The share of a GPU's free memory that a copy may take there, until the thread has it on the host. That takes a
+"""The share of a GPU's unused memory that a copy may take there, until the thread has it on the host. That takes a
 thousandth of the time of a copy to the host, for which the device would have to wait."""
 
 CONSTANTS = (int, float, str, bool, bytes, type(None))
@@ -58,6 +58,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._waiting: Waiting | None = None
         self._lock = threading.Condition()
         self._copies = 0
+        self._stream: torch.cuda.Stream | None = None
         self._failure: BaseException | None = None
         self._defers = self._is_given_up = False
 
@@ -83,8 +84,10 @@ class CheckpointFiles(TorchCheckpointIO):
             self._copies += 1
 
         def save() -> None:
+            nonlocal copied
             time.sleep(HEAD_START)
-            self._save(on_host(copied, is_there), path, storage_options)
+            copied = self._on_host(copied, is_there)  # the memory of the GPU is free before the file is written
+            self._save(copied, path, storage_options)
 
         def forget() -> None:
             with self._lock:
@@ -92,6 +95,20 @@ class CheckpointFiles(TorchCheckpointIO):
                 self._lock.notify()
 
         self.later(save, forget)
+
+    def _on_host(self, checkpoint: Any, is_there: torch.cuda.Event | None) -> Any:
+        """A copy in the memory of the host, made beside what the GPU does once an event is there."""
+        tensors = copied_tensors(checkpoint)
+        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if gpu is None or is_there is None:
+            return checkpoint
+        if self._stream is None:  # one for all: torch gives them out in turn, in the end that of a capture
+            self._stream = torch.cuda.Stream(gpu)
+        with torch.cuda.stream(self._stream):
+            is_there.synchronize()
+            copied = copy_tensors(checkpoint, tensors, torch.device("cpu"))
+            self._stream.synchronize()
+        return copied
 
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if storage_options is not None or is_remote(path):
@@ -225,20 +242,6 @@ def address_of(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def on_host(checkpoint: Any, is_there: torch.cuda.Event | None) -> Any:
-    """A copy of a checkpoint in the memory of the host, made beside what its GPU does; waits for an event first."""
-    tensors = copied_tensors(checkpoint)
-    gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if gpu is None:
-        return checkpoint
-    with torch.cuda.stream(torch.cuda.Stream(gpu)):
-        assert is_there is not None
-        is_there.synchronize()
-        copied = copy_tensors(checkpoint, tensors, torch.device("cpu"))
-        torch.cuda.current_stream(gpu).synchronize()
-    return copied
-
-
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """The same nest of plain dicts, lists and tuples, with what the function makes of everything else.
 
@@ -269,7 +272,7 @@ def has_room(tensors: list[Tensor]) -> bool:
 def fits_on_device(tensors: list[Tensor]) -> bool:
     """Whether a copy of these tensors may lie beside them for a while; tensors of the host always may."""
     on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
-    return not on_gpu or bytes_of(on_gpu) <= ON_DEVICE * free_bytes(on_gpu[0].device)
+    return not on_gpu or bytes_of(on_gpu) <= ON_DEVICE * unreserved_bytes(on_gpu[0].device)
 
 
 def bytes_of(tensors: list[Tensor]) -> int:

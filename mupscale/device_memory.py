@@ -26,6 +26,13 @@ def free_bytes(device: torch.device) -> int:
     return min([free, *free_in_groups()])
 
 
+def unreserved_bytes(device: torch.device) -> int:
+    """What of a GPU neither torch nor another process holds: memory that torch holds may be needed in the next step."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free, share - torch.cuda.memory_reserved(device))
+
+
 def free_in_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
     """What the control groups of this process leave it, as a container or a job does; cached files count as free."""
     names = {

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from loop_cases import CASES, MovedBatches, Plain, Talkative
 from observed_fits import Case, assert_same_run, fit, spy
 from run_ends import differences, observed
@@ -31,8 +32,12 @@ from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
 from mupscale.callbacks.plain import WidthBar, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.strides import RateMonitor, Strides, steps_to
+from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import step_kind
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.filterwarnings(
@@ -272,6 +277,11 @@ class DecayedLater(LambdaLR):
             group["weight_decay"] = 0.3 if self.last_epoch >= 12 else 0.01
 
 
+def ragged(tensors: tuple[Tensor, ...]) -> ResidentLoader:
+    """The last of six batches has 10 rows, the others have 14."""
+    return ResidentLoader(tensors, 14, shuffle=True)
+
+
 BLOCKS: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]], dict[str, Any], int, int]] = {
     "plain": ({}, list, {}, 25, 10),
     "validations": ({}, list, {"val_check_interval": 4}, 25, 13),
@@ -283,6 +293,22 @@ BLOCKS: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]], dict[str, 
     "epochs without validation": ({}, list, {"limit_val_batches": 0}, 25, 8),
     "epochs of a schedule": ({"lr_scheduler": SCHEDULES["CosineAnnealingLR"]}, list, {"limit_val_batches": 0}, 25, 9),
     "epochs with a growth": ({}, lambda: [UpscaleCallback(17, 16)], {"limit_val_batches": 0}, 25, 12),
+    "validations every other epoch": (
+        {},
+        list,
+        {"check_val_every_n_epoch": 2, "max_steps": -1, "max_epochs": 4},
+        40,
+        13,
+    ),
+    "ragged batches": ({}, list, {"limit_val_batches": 0, "loader": ragged}, 25, 12),
+    "ragged batches and a schedule": (
+        {"lr_scheduler": SCHEDULES["CosineAnnealingLR"]},
+        list,
+        {"limit_val_batches": 0, "loader": ragged},
+        25,
+        13,
+    ),
+    "rates of epochs": ({}, lambda: [RateMonitor(logging_interval="epoch")], {"limit_val_batches": 0}, 25, 10),
     "the end of an epoch is the end": ({}, list, {"limit_val_batches": 0, "max_steps": -1, "max_epochs": 3}, 30, 9),
 }
 """Arguments of the module, callbacks, settings of the trainer, how many steps there are, and how many with hooks."""
@@ -294,6 +320,8 @@ def run_by_default(
     """A run with the callbacks of the command line, a checkpoint every 7 steps and a log every 3; and which hooks of
     steps it called, how often."""
     arguments, growths, settings, *_ = BLOCKS[name]
+    settings = {"enable_progress_bar": True} | settings
+    loader = settings.pop("loader", None)
     calls: Counter[str] = Counter()
     monkeypatch.setattr(plain.time, "monotonic", lambda: 100.0)  # the bar is drawn by the clock
     with monkeypatch.context() as patch:
@@ -310,7 +338,7 @@ def run_by_default(
                 patch.setattr(kind, hook, counted)
         saver = RunCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=7, save_top_k=-1)
         mine = [*default_callbacks([]), saver, *growths(), FastLoop(cuda_graph=True), *callbacks]
-        case = Case(partial(mlp, **arguments), lambda: mine, settings | {"enable_progress_bar": True})
+        case = Case(partial(mlp, **arguments), lambda: mine, settings, loader)
         return fit(case, folder, ckpt=ckpt), calls
 
 
@@ -330,3 +358,37 @@ def test_blocks_of_steps_are_as_single_steps(
     assert [step.calls for step in captures] == replayed, "as many steps were captured"
     # with hooks are the first four, those with a checkpoint, a validation or a growth, and the last of an epoch
     assert called["Curves.on_train_batch_end"] == BLOCKS[name][4]
+
+
+@pytest.mark.usefixtures("captures")
+def test_a_misspelt_metric_of_a_trial_is_reported_after_one_epoch(tmp_path: Path) -> None:
+    case = Case(mlp, settings={"limit_val_batches": 0, "max_steps": 60, "enable_checkpointing": False})
+    steps = Counter[int]()
+
+    class Counting(TrialMetric):
+        def _add(self, step: int, loss: Any) -> None:
+            steps[step] += 1
+
+    with pytest.raises(UserError, match="train/lost"):
+        fit(case, tmp_path, Counting("train/lost"), FastLoop(cuda_graph=True))
+    assert steps == Counter(range(10))
+
+
+@pytest.mark.usefixtures("captures")
+def test_sigterm_ends_a_run_in_its_epoch(tmp_path: Path) -> None:
+    ended_at: list[int] = []
+
+    class Terminated(Strides):
+        def stride(self, trainer: Trainer, step: int) -> float:
+            return steps_to(5, step)
+
+        def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Any) -> None:
+            trainer._signal_connector.received_sigterm = trainer.global_step >= 15
+
+        def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+            ended_at.append(trainer.global_step)
+
+    case = Case(mlp, settings={"limit_val_batches": 0, "max_steps": 80, "enable_checkpointing": False})
+    with pytest.raises(SIGTERMException):
+        fit(case, tmp_path, Terminated(), FastLoop(cuda_graph=True))
+    assert ended_at[0] < 20
