@@ -7,7 +7,7 @@ step: the checkpoint before the growth, its checks, two evaluations of the loss,
 graph included. "growth s" is the part that the callback spends on growing, and "total s" the time from the start of the
 fit to its last step. In the way "then" the wide network is compiled after the swap, in the way "ahead" before it, in
 another process: the fit waits for it before its last narrow step, as if it had trained for longer, and "total s" is
-without this wait. "ahead s" is how long the process takes, or why it failed. Every way begins without compiled code on
+without this wait. "ahead s" is how long the process takes, or that it failed. Every way begins without compiled code on
 disk. The rates are
 those of steps before and after, and of a run that has the large size from the beginning. The footprint is weights and
 both moments of AdamW, and the peak is that of the memory while the model grows.
@@ -15,8 +15,10 @@ both moments of AdamW, and the peak is that of the memory while the model grows.
 
 import argparse
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,10 +63,11 @@ class Weighed(UpscaleCallback):
     ) -> None:
         if trainer.global_step == self.at_step - 1 and self.ahead is not None:
             before = now()
-            self.ahead.wait(PATIENCE)
+            with suppress(subprocess.TimeoutExpired):
+                self.ahead.wait(PATIENCE)
             self.waited = now() - before
-            took = f"{now() - self.began:.1f}" if self.ahead.is_ready else "too long"
-            self.ahead_text = self.ahead.failure or took
+            took = {None: "too long", 0: f"{now() - self.began:.1f}"}
+            self.ahead_text = took.get(self.ahead.returncode, "failed")
         if trainer.global_step == self.at_step - 1:
             clear_memory()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

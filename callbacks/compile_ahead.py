@@ -6,16 +6,13 @@ only traces the network: a second, in the place of ten or more. If anything goes
 
 import copyreg
 import ctypes
-import io
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -65,130 +62,81 @@ def pays_ahead(trainer: Trainer, module: Growable) -> bool:
     return is_compiled and trainer.world_size == 1 and module.device.type == "cuda"
 
 
-@dataclass(frozen=True)
-class Request:
-    """One step of a module, still without its network, at a size."""
-
-    module: Growable
-    size: Size
-    batch: Any
-    """On the CPU."""
-    device: torch.device
-    memory: int
-    """The bytes of a GPU that it may use."""
-    precision: Precision
-    matmul_precision: str
-    cudnn_benchmark: bool
-    is_deterministic: bool
-
-    def perform(self) -> None:
-        """Compiles a forward and a backward pass."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.memory / total), self.device)
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        torch.use_deterministic_algorithms(self.is_deterministic)
-        with self.precision.module_init_context():
-            net = self.module.rebuild(*self.size, meta=True)
-        keep_one_of_each(net)
-        net.to_empty(device=self.device)
-        with torch.no_grad():
-            for tensor in (*net.parameters(), *net.buffers()):
-                tensor.zero_()
-        self.module.to(self.device)
-        batch = tree_map(lambda value: value.to(self.device) if isinstance(value, Tensor) else value, self.batch)
-        with self.precision.train_step_context(), torch.enable_grad():
-            loss = self.module.loss(batch)
-        loss.backward()
-
-
-class CompileAhead:
-    """The process that compiles a module at a size for batches like this one."""
-
-    def __init__(self, trainer: Trainer, module: Growable, size: Size, batch: Any) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] = io.BytesIO()
-        try:
-            request = pickle.dumps(_request(trainer, module, size, batch))
-        except Exception:  # a class without a name, say; each raises its own kind
-            return
-        try:
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115  `end` closes it
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                start_new_session=True,  # Ctrl-C is for the run, which ends this
-            )
-            assert self._process.stdin is not None
-            self._process.stdin.write(request)
-            self._process.stdin.close()
-        except OSError:  # no room for a file or a process, or it has ended already
-            self.end()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the process has compiled all that it was to compile."""
-        return self._process is not None and self._process.poll() == 0
-
-    @property
-    def failure(self) -> str | None:
-        """The last line of the process, if it has failed; None if it runs, is ready, or was not started."""
-        if self._process is None or self._process.poll() in (None, 0):
-            return None
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "without a word")
-
-    def wait(self, seconds: float) -> None:
-        """Returns once the process has ended, or after some time."""
-        if self._process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-
-    def end(self) -> None:
-        """Ends the process, ready or not, and so frees its memory."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        self._errors.close()
-
-
-def _request(trainer: Trainer, module: Growable, size: Size, batch: Any) -> Request:
+def start_compiling(trainer: Trainer, module: Growable, size: Size, batch: Any) -> subprocess.Popen[bytes] | None:
+    """A process that compiles a module at a size for batches like this one; None if it cannot be started."""
     with generators_kept([]):
         alike = make_alike(module, {"init_from": None})
     assert isinstance(alike, Growable)
     alike.optimizer_callable, alike.lr_scheduler_callable = torch.optim.SGD, None  # of no use, and maybe not to pickle
-    return Request(
-        alike,
-        size,
-        tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, batch),
-        module.device,
-        int(SHARE * torch.cuda.mem_get_info(module.device)[0]) if module.device.type == "cuda" else 0,
-        trainer.precision_plugin,
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.benchmark,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    request = {
+        "module": alike,
+        "size": size,
+        "batch": tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, batch),
+        "device": module.device,
+        "memory": int(SHARE * torch.cuda.mem_get_info(module.device)[0]) if module.device.type == "cuda" else 0,
+        "precision": trainer.precision_plugin,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "is_deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    try:
+        sent = pickle.dumps(request)
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            start_new_session=True,  # Ctrl-C is for the run, which ends this
+        )
+    except Exception:  # a class without a name, say, or no room for a process: each raises its own kind
+        return None
+    assert process.stdin is not None
+    with suppress(OSError):  # it may have ended already
+        process.stdin.write(sent)
+        process.stdin.close()
+    return process
 
 
 def compile_request(request: bytes) -> None:
-    """Does what a `CompileAhead` asks for; in its process."""
+    """Does what `start_compiling` asks for; in its process, which ends with its parent, on Linux."""
     os.nice(NICE)
-    end_with_parent()
-    asked: Request = pickle.loads(request)
-    asked.perform()
-
-
-def end_with_parent() -> None:
-    """Ends this process when a run that is killed cannot; on Linux."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    compile_step(**pickle.loads(request))
+
+
+def compile_step(
+    module: Growable,
+    size: Size,
+    batch: Any,
+    device: torch.device,
+    memory: int,
+    precision: Precision,
+    matmul_precision: str,
+    cudnn_benchmark: bool,
+    is_deterministic: bool,
+) -> None:
+    """Compiles a forward and a backward pass of a module, still without its network, in so many bytes of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
+    torch.set_float32_matmul_precision(matmul_precision)
+    torch.backends.cudnn.benchmark = cudnn_benchmark
+    torch.use_deterministic_algorithms(is_deterministic)
+    with precision.module_init_context():
+        net = module.rebuild(*size, meta=True)
+    keep_one_of_each(net)
+    net.to_empty(device=device)
+    with torch.no_grad():
+        for tensor in (*net.parameters(), *net.buffers()):
+            tensor.zero_()
+    module.to(device)
+    batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
+    with precision.train_step_context(), torch.enable_grad():
+        loss = module.loss(batch)
+    loss.backward()
 
 
 def keep_one_of_each(net: nn.Module) -> None:

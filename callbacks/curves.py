@@ -12,9 +12,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from mupscale.callbacks.log_files import cut_back, written
 from mupscale.callbacks.strides import Strides, steps_to
-from mupscale.callbacks.tensorboard import log_scalars, tag_in
+from mupscale.callbacks.tensorboard import log_lengths, log_scalars, tag_in, truncate_logs
 from mupscale.errors import UserError
 from mupscale.flops import LOGGED
 from mupscale.models._lightning import is_logged_in_training, log_interval, update_callback_metrics
@@ -90,11 +89,11 @@ class Curves(Strides):
             # a logger of one's own may have no such thing
             getattr(getattr(logger, "experiment", None), "flush", logger.save)()
         if trainer.is_global_zero:
-            checkpoint["callbacks"][self.state_key] |= written(trainer)
+            checkpoint["callbacks"][self.state_key] |= log_lengths(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit" and trainer.is_global_zero:
-            cut_back(trainer, checkpoint["callbacks"].get(self.state_key, {}))
+            truncate_logs(trainer, checkpoint["callbacks"].get(self.state_key, {}))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not (pl_module.automatic_optimization or isinstance(pl_module, Growable)):  # it need not return a loss

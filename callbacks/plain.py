@@ -13,12 +13,11 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Pr
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import RateMonitor, Strides
-from mupscale.callbacks.tensorboard import LossFirstLogger
+from mupscale.callbacks.tensorboard import LossFirstLogger, delete_logs
 from mupscale.callbacks.upscale import growth_text, swaps_of
 from mupscale.errors import UserError
 from mupscale.models._lightning import ClockedBar
@@ -79,7 +78,7 @@ class OneRun(Callback):
                 f"{trainer.log_dir} has the checkpoints of a run ({found.name}). Go on with it, "
                 'fit(..., ckpt_path="last"), or name another folder for a new run'
             )
-        log_files.delete(trainer)
+        delete_logs(trainer)
 
 
 def default_callbacks(given: Sequence[Callback], *, logger: bool = True, progress_bar: bool = True) -> list[Callback]:

@@ -337,7 +337,7 @@ class RunCheckpoint(ModelCheckpoint, Strides):
         """For `ckpt_path="last"`; a process that was killed may have left a link to a checkpoint that it had just
         deleted."""
         found = super()._find_last_checkpoints(trainer)
-        folder = self.dirpath or run_folder(trainer, trainer.log_dir)
+        folder = self.dirpath or run_folder(trainer)
         if folder is None or is_remote(folder):
             return found
         own = Path(folder) if self.dirpath else Path(folder) / "checkpoints"

@@ -4,6 +4,7 @@ The swap itself is in `swap.py`.
 """
 
 import math
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from mupscale.callbacks.compile_ahead import CompileAhead, pays_ahead
+from mupscale.callbacks.compile_ahead import pays_ahead, start_compiling
 from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.callbacks.ordinary import OrdinaryGrowth, load_growths, refuse_shared_rates, regroup
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
@@ -44,8 +45,6 @@ from mupscale.models.checkpoint import (
     Layers,
     Size,
     Width,
-    load_checkpoint,
-    non_finite_in,
     our_part,
 )
 from mupscale.models.checkpoint_files import files_of, write_whole_files
@@ -185,7 +184,7 @@ class UpscaleCallback(Swap, Strides):
         """Of the noise that was added."""
         self._needs_check = self._keeps_function = self._is_before_first_step = False
         self._optimizers_in_checkpoint: tuple[Any, Any] | None = None
-        self.ahead: CompileAhead | None = None
+        self.ahead: subprocess.Popen[bytes] | None = None
         """Compiles the wide network until the swap."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,9 +342,11 @@ class UpscaleCallback(Swap, Strides):
                     pl_module.net = None
                 kind = RefusedSwap if isinstance(error, RefusedSwap) else RuntimeError
                 files_of(trainer).wait()
+                is_saved = self.checkpoint is not None and self.checkpoint.exists()
                 raise kind(
                     f"upscaling to {self.target} at step {trainer.global_step} failed "
-                    f"({type(error).__name__}: {error}). {f'{hint}. ' if hint else ''}{_what_is_saved(self.checkpoint)}"
+                    f"({type(error).__name__}: {error}). {f'{hint}. ' if hint else ''}The run before the upscale "
+                    f"{f'is saved in {self.checkpoint}' if is_saved else 'was not saved'}"
                 ) from error
             for swap in swaps_of(trainer):
                 swap._is_before_first_step = True
@@ -378,13 +379,12 @@ class UpscaleCallback(Swap, Strides):
             return
         coming = [swap for swap in swaps_of(trainer) if swap._is_to_come(module)]
         if coming[:1] == [self] and not self.is_due(trainer, module):
-            self.ahead = CompileAhead(trainer, module, self.size_after(module.size), batch)
+            self.ahead = start_compiling(trainer, module, self.size_after(module.size), batch)
 
     def _end_ahead(self) -> None:
         if self.ahead is not None:
-            if self.ahead.failure is not None:
-                rank_zero_info(f"the network was not compiled ahead ({self.ahead.failure}); its first step compiles it")
-            self.ahead.end()
+            self.ahead.kill()
+            self.ahead.wait()
             self.ahead = None
 
     def _start_growable(self, trainer: Trainer, module: LightningModule) -> None:
@@ -465,12 +465,8 @@ class UpscaleCallback(Swap, Strides):
 
     def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
         weights = sum(math.prod(entry.wide_shape) for entry in growth.parameters.values())
-        if device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
-        elif device.type == "cpu":
-            memory = physical_memory()
-        else:
-            return
+        on_gpu = device.type == "cuda"
+        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else physical_memory()
         if 2 * weights > memory:
             raise UserError(
                 f"UpscaleCallback.{self._goals(' = ')[0]} gives {weights:,} parameters, which do not fit into the "
@@ -667,23 +663,6 @@ def _refuse_jump(before: Measured, after: Measured, trainer: Trainer, growth: st
             f"the loss of a batch changed from {then:.6g} to {now:.6g}, but {growth} keeps it: the model is not "
             f"widened exactly. {REMEDY}"
         )
-
-
-def _what_is_saved(checkpoint: Path | None) -> str:
-    if checkpoint is None or not checkpoint.exists():
-        return "The run before the upscale was not saved"
-    if checkpoint.is_dir():
-        return f"The run before the upscale is saved in {checkpoint}"
-    try:
-        saved = load_checkpoint(checkpoint)
-    except UserError as error:
-        return f"The checkpoint before the upscale cannot be read: {error}"
-    bad = non_finite_in(saved) if CHECKPOINT_KEY in saved else None
-    if bad is not None:
-        return (
-            f"The checkpoint before the upscale, {checkpoint}, has NaN or infinite entries in {bad}: use an earlier one"
-        )
-    return f"Nothing is lost: the run before the upscale is saved in {checkpoint}"
 
 
 def is_smaller(size: Size, target: Size) -> bool:

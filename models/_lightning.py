@@ -52,8 +52,9 @@ def is_trial_run(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
-def run_folder(trainer: Trainer, log_dir: str | None) -> Path | None:
-    """The folder of a run and its checkpoints; `log_dir` is Lightning's, that of all runs for most loggers."""
+def run_folder(trainer: Trainer) -> Path | None:
+    """The folder of a run and its checkpoints. All ranks must ask for it together."""
+    log_dir = trainer.log_dir  # that of all runs for most loggers
     if not trainer.loggers or isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
         return None if log_dir is None else Path(log_dir)
     logger = trainer.loggers[0]

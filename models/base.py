@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
-from mupscale._torch import is_too_large, tree_map
+from mupscale._torch import is_too_large
 from mupscale.base_shapes import Init, apply_mup, clip_grad_norm_, set_base_shapes
 from mupscale.checks.recording import generators_kept, leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
@@ -62,10 +62,6 @@ class Scores(NamedTuple):
     """What is logged, by its names, of the means over all samples."""
 
 
-_FLOPS: dict[str, float] = {}
-"""What was counted in this process: runs of a sweep have the same networks and batches."""
-
-
 Hook = Callable[..., None]
 
 HOOKS = ("on_fit_start", "on_save_checkpoint", "on_load_checkpoint")
@@ -98,10 +94,6 @@ class Growable(LightningModule):
 
     init: Init = "fan_in"
     """How `build` initialises the weights: the argument `init` of `set_base_shapes`."""
-
-    counts_alike: bool = False
-    """Whether models of this very class that have the same constructor arguments do the same FLOPs: they are counted
-    once in a process. Subclasses do not inherit it."""
 
     builds_layers: bool = False
     """Whether the network can be built with any number of layers: whether `build` takes it."""
@@ -300,16 +292,6 @@ class Growable(LightningModule):
 
     def training_flops(self, batch: Any) -> float:
         """Operations of a forward and backward pass, counted on the meta device; a UserError if `loss` fails there."""
-        if not vars(type(self)).get("counts_alike", False):
-            return self._counted_flops(batch)
-        arguments = {key: value for key, value in self.hparams.items() if key not in ("init_from", "compile")}
-        shapes = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, batch)
-        key = repr((type(self), sorted(arguments.items()), shapes))
-        if key not in _FLOPS:
-            _FLOPS[key] = self._counted_flops(batch)
-        return _FLOPS[key]
-
-    def _counted_flops(self, batch: Any) -> float:
         with (
             generators_kept([]),
             torch.enable_grad(),

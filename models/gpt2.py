@@ -233,8 +233,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 class GPT2(LanguageModel):
     """The paper's GPT-2, trained on batches of token rows: each position predicts the next."""
 
-    counts_alike = True
-
     def __init__(
         self,
         width: int | list[int],

@@ -268,7 +268,7 @@ class HFCausalLM(LanguageModel):
         checkpoint["hyper_parameters"]["folder"] = None  # it has weights of its own
 
     def on_train_end(self) -> None:
-        folder = run_folder(self.trainer, self.trainer.log_dir)  # all ranks must ask for it together
+        folder = run_folder(self.trainer)
         if folder is not None and not is_trial_run(self.trainer) and self.trainer.checkpoint_callback is not None:
             self.save_pretrained(folder / SAVED)
 

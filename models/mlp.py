@@ -73,8 +73,6 @@ class MLPNet(nn.Module):
 class MLP(Classifier):
     """The paper's MLP: four layers, ReLU, biases."""
 
-    counts_alike = True
-
     def __init__(
         self,
         width: int | list[int],

@@ -83,8 +83,6 @@ class ResNet18Net(nn.Module):
 class ResNet18(Classifier):
     """The paper's CIFAR ResNet-18."""
 
-    counts_alike = True
-
     def __init__(
         self,
         width: int = 64,

@@ -1,5 +1,6 @@
 """Sharded checkpoints (folders of torch's distributed checkpoint), read and written tensor by tensor in one process."""
 
+import io
 import math
 import os
 import pickle
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -149,8 +150,9 @@ class ShardedCheckpoint:
 
     def _loaded(self, place: Any) -> Any:
         with (self.folder / place.relative_path).open("rb") as stream:
-            section = cast(BinaryIO, _Section(stream, place.offset, place.length))
-            return torch.load(section, map_location="cpu", weights_only=True)
+            stream.seek(place.offset)
+            content = io.BytesIO(stream.read(place.length))
+        return torch.load(content, map_location="cpu", weights_only=True)
 
 
 def _is_covered(kind: Any) -> bool:
@@ -158,33 +160,6 @@ def _is_covered(kind: Any) -> bool:
     if not isinstance(kind, TensorStorageMetadata):
         return True
     return sum(math.prod(chunk.sizes) for chunk in kind.chunks) == math.prod(kind.size)
-
-
-class _Section:
-    """A part of a file, as a file."""
-
-    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
-        self._stream, self._offset, self._length = stream, offset, length
-        self._stream.seek(offset)
-
-    def tell(self) -> int:
-        return self._stream.tell() - self._offset
-
-    def seek(self, place: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
-        self._stream.seek(self._offset + start + place)
-        return self.tell()
-
-    def read(self, count: int = -1) -> bytes:
-        left = max(self._length - self.tell(), 0)
-        return self._stream.read(left if count < 0 else min(count, left))
-
-    def readline(self) -> bytes:
-        return self._stream.readline(max(self._length - self.tell(), 0))
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        return self._stream.readinto(view[: max(self._length - self.tell(), 0)])  # type: ignore[attr-defined]
 
 
 class ShardWriter:

@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import math
 import os
 import pkgutil
 import warnings
@@ -17,20 +16,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import LightningEnum
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
-from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.callbacks.strides import Strides
+from mupscale.callbacks.tensorboard import keep_tables, log_folders
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.commands._jsonargparse import arguments_of, did_you_mean, key_and_problem, unknown_class, unknown_key
 from mupscale.commands.checkpoints import checked, dictionary
@@ -40,8 +38,7 @@ from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
 from mupscale.commands.process import without_collections
-from mupscale.commands.results import ResultFile
-from mupscale.commands.run_start import RunStart, SaveConfig
+from mupscale.commands.run_files import ResultFile, RunStart, SaveConfig
 from mupscale.commands.trainer_options import (
     is_sharding,
     listed,
@@ -115,13 +112,11 @@ class Parser(LightningArgumentParser):
 
 
 class CLI(OpenCLI):
-    """The command line of a run. `folder` is the folder of the run to resume; `start` claims its folders; `started`
-    records when the first batch is processed."""
+    """The command line of a run. `folder` is the folder of the run to resume; `start` claims its folders."""
 
     def __init__(
         self,
         *args: Any,
-        started: "Started",
         ending: Ending,
         start: RunStart,
         command: str = "",
@@ -136,7 +131,6 @@ class CLI(OpenCLI):
         self._changes = None if pattern is None or plain is None else pattern.changes(plain)
         self._is_first = False  # of those that the pattern is for
         self.folder = folder
-        self.started = started
         self.ending = ending
         self.start = start
         self.results = ResultFile()
@@ -322,7 +316,7 @@ class CLI(OpenCLI):
             if self.pattern is not None and self._is_first:
                 self.pattern.first_text = self.text
             saver = SaveConfig(self.text, resumed=self.folder is not None)
-            config["callbacks"] = [self.started, self.ending, *given, saver, self.results]
+            config["callbacks"] = [self.ending, *given, saver, self.results]
 
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
@@ -348,8 +342,8 @@ class CLI(OpenCLI):
         claimed = self.start.claim(trainer, takes_next=self._takes_next_version())
         saved = yaml.load(self.text, LOADER) if self.saved is None else self.saved
         for callback in callbacks_in(trainer, ExactResume):
-            callback.run = {**claimed, "config": saved, "log_folders": log_files.folders(trainer)}
-        log_files.keep_tables(trainer)
+            callback.run = {**claimed, "config": saved, "log_folders": log_folders(trainer)}
+        keep_tables(trainer)
 
     def after_fit(self) -> None:
         trainer, ending = self.trainer, self.ending
@@ -418,7 +412,7 @@ def opened(
         for name, purpose in PURPOSES.items()
         if command in ("", name)
     }
-    started, ending = Started(), Ending()
+    ending = Ending()
     start = RunStart(folder)
     try:
         with ending.explained(handles_signals=handles_signals) if run else nullcontext():
@@ -440,17 +434,16 @@ def opened(
                 folder=folder,
                 pattern=pattern,
                 plain=plain,
-                started=started,
                 ending=ending,
                 start=start,
                 trainer_class=RunTrainer,
             )
     except Exception as error:
-        is_mistake = isinstance(error, MisconfigurationException if started.batches else MISTAKES)
-        if started.steps and not is_mistake:
+        is_mistake = isinstance(error, MisconfigurationException if ending.has_begun else MISTAKES)
+        if ending.has_stepped and not is_mistake:
             error.add_note(IN_TRAINING)
         line = one_line(error) if is_mistake else line_about(error)
-        if line is not None and not started.steps:
+        if line is not None and not ending.has_stepped:
             start.leftovers.remove()
         if line is None or isinstance(error, UserError):
             raise
@@ -471,37 +464,6 @@ def refuse_unreadable(arguments: list[str]) -> None:
                 raise UserError(f"config: {error}") from error
             if not isinstance(content, dict):
                 raise UserError(f"config: give a YAML file with keys (model:, data:, trainer:), got {content}")
-
-
-class Started(Strides):
-    """Records when a run begins to process batches, and when the first one is done."""
-
-    def __init__(self) -> None:
-        self.batches = self.steps = False
-
-    def _note(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.batches = True
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.steps = True
-
-    def on_test_batch_end(self, *_: Any) -> None:
-        self.steps = True
-
-    def on_predict_batch_end(self, *_: Any) -> None:
-        self.steps = True
-
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.steps = self.steps or not trainer.sanity_checking
-
-    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        return math.inf if self.steps else 0
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.batches = False  # next Lightning looks at the options of the training itself
-
-    on_sanity_check_start = on_train_epoch_start = _note
-    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _note
 
 
 def import_classes() -> None:

@@ -1,5 +1,6 @@
 """How a run ends before its time: by SIGTERM, Ctrl-C, a full disk, or a loss that is not finite; in one line each."""
 
+import math
 import os
 import signal
 import sys
@@ -11,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import NonFiniteLoss
+from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.mistakes import DiskFull, full_disk
 from mupscale.commands.process import EXIT_CODE, Terminated, on_sigterm, on_sigterm_in_a_thread
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, profiler_of
+from mupscale.models._lightning import callbacks_of, profiler_of, run_folder
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import load_checkpoint, non_finite_in
 
@@ -42,7 +43,7 @@ class RunTrainer(Trainer):
             self.saved = (*self.saved[-99:], (self.global_step, Path(filepath)))
 
 
-class Ending(Callback):
+class Ending(Strides):
     """Says in one line where a run stands that ends before its time, and how to go on.
 
         ending = Ending()
@@ -60,6 +61,8 @@ class Ending(Callback):
         self.folder: Path | None = None
         self.trains = False
         self.received_sigterm = False
+        self.has_begun = self.has_stepped = False
+        """Whether the run processes batches, and whether it has processed one."""
         self._first_step = 0
         self._is_around = False
         self._contexts = ExitStack()
@@ -67,7 +70,7 @@ class Ending(Callback):
     # --- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.folder = log_files.folder(trainer, trainer.log_dir)  # all ranks must ask for it together
+        self.folder = run_folder(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trains = True
@@ -78,6 +81,23 @@ class Ending(Callback):
         if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and not self._is_trial():
             # here, because Lightning ends the process itself
             print(f"interrupted; {self.standing()}", file=sys.stderr, flush=True)
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_begun = True
+
+    on_sanity_check_start = on_train_epoch_start = _begin
+    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _begin
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_begun = False  # next Lightning looks at the options of the training itself
+
+    def _step(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self.has_stepped = self.has_stepped or not trainer.sanity_checking
+
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _step
+
+    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        return math.inf if self.has_stepped else 0
 
     # --- around the run
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from training_runs import TREESPEC_WARNING
 
 from mupscale.callbacks import compile_ahead, upscale
-from mupscale.callbacks.compile_ahead import CompileAhead, keep_one_of_each
+from mupscale.callbacks.compile_ahead import keep_one_of_each, start_compiling
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.gpt2 import GPT2, GPT2Net
@@ -54,10 +54,7 @@ class Compilations(Callback):
         self.hits[step], self.misses[step] = (counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss"))
         for swap in upscale.swaps_of(trainer):
             if swap.at_step == step and swap.ahead is not None:
-                swap.ahead.wait(300)
-                assert swap.ahead.is_ready, swap.ahead.failure
-                assert swap.ahead._process is not None
-                self.codes.append(swap.ahead._process.returncode)
+                self.codes.append(swap.ahead.wait(300))
 
 
 @pytest.mark.slow
@@ -75,25 +72,19 @@ def test_the_first_wide_step_finds_its_graphs(tmp_path: Path, monkeypatch: pytes
     assert found.hits == {1: 0, 2: 0, 3: 4, 4: 0}
 
 
-class Started(CompileAhead):
-    """Notes the process that it starts."""
-
-    processes: list[subprocess.Popen[bytes]]
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        assert self._process is not None
-        self.processes.append(self._process)
-
-
 class Watching(Callback):
     """Notes the process' exit status after each step, None while it runs; may end the run by an error."""
 
     def __init__(self, fails: bool) -> None:
         self.fails, self.codes = fails, []
+        self.processes: list[Any] = []
+
+    def start(self, *arguments: Any) -> Any:
+        self.processes.append(start_compiling(*arguments))
+        return self.processes[-1]
 
     def on_train_batch_end(self, *arguments: Any) -> None:
-        self.codes += [process.poll() for process in Started.processes]
+        self.codes += [process.poll() for process in self.processes]
         if self.fails and self.codes:
             raise RuntimeError("the run fails")
 
@@ -103,31 +94,15 @@ class Watching(Callback):
 def test_the_process_ends_with_the_growth_or_the_run(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Started.processes, watching = [], Watching(fails)
+    watching = Watching(fails)
     monkeypatch.setattr(compile_ahead, "PROGRAM", "import sys, time; sys.stdin.buffer.read(); time.sleep(600)")
-    monkeypatch.setattr(upscale, "CompileAhead", Started)
+    monkeypatch.setattr(upscale, "start_compiling", watching.start)
     monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
     with pytest.raises(RuntimeError, match="the run fails") if fails else nullcontext():
         fit(gpt2(), tmp_path, 4, UpscaleCallback(3, 16), watching)
     # of three steps: it begins after the first one, which takes the memory that the run needs
     assert watching.codes == [None, None, -9][: 1 if fails else 3]
-    assert [process.returncode for process in Started.processes] == [-9]
-
-
-def test_a_process_that_fails_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Waiting(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-            for swap in upscale.swaps_of(trainer):
-                if swap.ahead is not None:
-                    swap.ahead.wait(60)
-
-    monkeypatch.setattr(compile_ahead, "PROGRAM", "raise SystemExit('no memory')")
-    monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
-    with caplog.at_level("INFO"):
-        fit(gpt2(), tmp_path, 3, UpscaleCallback(2, 16), Waiting())
-    assert "the network was not compiled ahead (no memory); its first step compiles it" in caplog.text
+    assert [process.returncode for process in watching.processes] == [-9]
 
 
 def test_without_room_for_a_process_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +125,8 @@ def test_what_cannot_be_pickled_starts_no_process(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     module = Local(8, base_width=4, layers=1, heads=2, vocabulary=11, context=8)
-    CompileAhead(Trainer(accelerator="cpu", logger=False), module, module.size, torch.zeros(2, 9)).end()
+    trainer = Trainer(accelerator="cpu", logger=False)
+    assert start_compiling(trainer, module, module.size, torch.zeros(2, 9)) is None
 
 
 def test_one_block_of_each_kind_stays() -> None:

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from mupscale.callbacks.log_files import keep_tables
+from mupscale.callbacks.tensorboard import keep_tables
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty")  # it is the run's own

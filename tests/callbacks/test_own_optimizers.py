@@ -123,7 +123,7 @@ def test_a_least_rate_inside_of_other_schedules_grows_with_the_rate_of_all_group
 def test_a_group_with_different_rates_is_refused_at_the_swap(tmp_path: Path) -> None:
     message = (
         r"OwnMLP.configure_optimizers: layers.0.weight and layers.1.weight are in one group .* different values of lr "
-        r"\(0.01 and 0.003333\).*Call mupscale.apply_mup.*Nothing is lost.*pre-upscale-20.ckpt"
+        r"\(0.01 and 0.003333\).*Call mupscale.apply_mup.*The run before.*pre-upscale-20.ckpt"
     )
     with pytest.raises(UserError, match=message):
         fit(own(unscaled), tmp_path, UpscaleCallback(20, 24))

@@ -226,7 +226,6 @@ def test_nothing_is_made_while_the_time_is_measured() -> None:
 def test_a_model_whose_flops_cannot_be_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = MLP.loss
     monkeypatch.setattr(MLP, "loss", lambda self, batch: loss(self, batch) * loss(self, batch).item())
-    monkeypatch.setattr("mupscale.models.base._FLOPS", {})
     monkeypatch.setattr("mupscale.commands.lab.file.check", lambda description: None)
     message = r"^model: protocol midrun compares runs at equal FLOPs, but the FLOPs of MLP cannot be counted.*item\(\)"
     with pytest.raises(UserError, match=message):
