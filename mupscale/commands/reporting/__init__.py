@@ -11,7 +11,7 @@ from typing import Any
 
 from mupscale.commands.reporting.compare import Spread, spread
 from mupscale.commands.reporting.draw import draw_figures, draw_midrun, numbered
-from mupscale.commands.reporting.folders import Found, find_runs
+from mupscale.commands.reporting.folders import find_runs
 from mupscale.commands.reporting.groups import Group, group_runs, refuse_other_tasks
 from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.midrun import Midrun
@@ -42,61 +42,118 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     PosixPath('report/index.html')
     """
     refuse_other_folder(out)
-    found = find_runs(folders)
-    refuse_other_tasks(found.runs)
-    groups = group_runs(found.runs, found.method_of)
-    numbers = compute_numbers(found, groups) if groups else None
-    midruns = [Midrun(experiment) for experiment in found.of_protocol("midrun")]
-    methods = []
-    if numbers is not None:
-        methods = [Methods(experiment, groups, numbers) for experiment in found.experiments if experiment.method_of]
     command = shlex.join(["python", "-m", "mupscale", "report", *map(str, folders), "--out", str(out)])
+    report = Report(folders, command)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as name:
-        draft = Path(name)
-        sections = [methods_section(each) for each in methods]
-        if numbers is not None:
-            figures = draw_figures(draft, groups, numbers, methods)
-            sections += result_sections(groups, numbers, figures, bool(methods))
-            (draft / "summary.csv").write_text(as_csv(run_rows(groups, numbers)))
-        sections += [transfer_section(experiment) for experiment in found.of_protocol("transfer")]
-        for name, midrun in numbered("midrun", midruns):
-            sections.append(midrun_section(midrun, draw_midrun(midrun, draft, name)))
-            (draft / f"{name}.csv").write_text(as_csv(midrun.rows()))
-        for name, each in numbered("methods", methods):
-            (draft / f"{name}.csv").write_text(as_csv(each.rows()))
-        sections += sweep_sections(found)
-        sections += run_sections(groups, numbers) if numbers is not None else []
-        sections.append(command_section(found, command))
-        page = render_page(opening_of(found, groups, numbers, methods, midruns), sections)
-        names = [*sorted(path.name for path in draft.iterdir()), "summary.json", "index.html"]
-        summary = as_json(found, groups, numbers, methods, midruns, names, command)
-        (draft / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
-        (draft / "index.html").write_text(page)
-        replace_report(out, draft, names)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as draft:
+        names = report.write(Path(draft))
+        replace_report(out, Path(draft), names)
     return [out / each for each in reversed(names)]
 
 
-def opening_of(
-    found: Found, groups: list[Group], numbers: Numbers | None, methods: list[Methods], midruns: list[Midrun]
-) -> Opening:
-    """The top of the page: the verdicts, those on methods first, and notes on what is missing."""
-    folders = " and ".join(experiment.folder.name for experiment in found.experiments)
-    topic = "Growing in the middle" if midruns else "Transfer"
-    notes = list(found.notes)
-    of_groups: list[list[str]] = []
-    if numbers is not None:
-        notes += numbers.notes
-        for comparison in numbers.comparisons:
-            notes += comparison.notes
-        of_groups = verdicts(numbers, groups)
-    first = [each.verdict for each in methods] or of_groups
-    return Opening(
-        title(groups) if groups else f"{topic}: {folders}",
-        [*first, *(sentences for midrun in midruns for sentences in midrun.verdicts)],
-        of_groups if methods else [],
-        notes,
-    )
+class Report:
+    """What a report on the runs in folders holds; `command` makes it."""
+
+    def __init__(self, folders: list[Path], command: str) -> None:
+        self.command, self.found = command, find_runs(folders)
+        refuse_other_tasks(self.found.runs)
+        self.groups = group_runs(self.found.runs, self.found.method_of)
+        self.numbers = compute_numbers(self.found, self.groups) if self.groups else None
+        self.midruns = [Midrun(experiment) for experiment in self.found.of_protocol("midrun")]
+        self.methods: list[Methods] = []
+        if self.numbers is not None:
+            compared = [experiment for experiment in self.found.experiments if experiment.method_of]
+            self.methods = [Methods(experiment, self.groups, self.numbers) for experiment in compared]
+
+    def write(self, draft: Path) -> list[str]:
+        """Writes all files to an empty folder; their names, the page last."""
+        groups, numbers = self.groups, self.numbers
+        sections = [methods_section(each) for each in self.methods]
+        if numbers is not None:
+            figures = draw_figures(draft, groups, numbers, self.methods)
+            sections += result_sections(groups, numbers, figures, bool(self.methods))
+            (draft / "summary.csv").write_text(as_csv(run_rows(groups, numbers)))
+        sections += [transfer_section(experiment) for experiment in self.found.of_protocol("transfer")]
+        for name, midrun in numbered("midrun", self.midruns):
+            sections.append(midrun_section(midrun, draw_midrun(midrun, draft, name)))
+            (draft / f"{name}.csv").write_text(as_csv(midrun.rows()))
+        for name, each in numbered("methods", self.methods):
+            (draft / f"{name}.csv").write_text(as_csv(each.rows()))
+        sections += sweep_sections(self.found)
+        sections += run_sections(groups, numbers) if numbers is not None else []
+        sections.append(command_section(self.found, self.command))
+        names = [*sorted(path.name for path in draft.iterdir()), "summary.json", "index.html"]
+        (draft / "summary.json").write_text(json.dumps(self.as_json(names), indent=1, allow_nan=False) + "\n")
+        (draft / "index.html").write_text(render_page(self.opening(), sections))
+        return names
+
+    def opening(self) -> Opening:
+        """The top of the page: the verdicts, those on methods first, and notes on what is missing."""
+        folders = " and ".join(experiment.folder.name for experiment in self.found.experiments)
+        topic = "Growing in the middle" if self.midruns else "Transfer"
+        notes = list(self.found.notes)
+        of_groups: list[list[str]] = []
+        if self.numbers is not None:
+            notes += self.numbers.notes
+            notes += [note for comparison in self.numbers.comparisons for note in comparison.notes]
+            of_groups = verdicts(self.numbers, self.groups)
+        first = [each.verdict for each in self.methods] or of_groups
+        return Opening(
+            title(self.groups) if self.groups else f"{topic}: {folders}",
+            [*first, *(sentences for midrun in self.midruns for sentences in midrun.verdicts)],
+            of_groups if self.methods else [],
+            notes,
+        )
+
+    def as_json(self, files: list[str]) -> dict[str, Any]:
+        found, groups, numbers, methods = self.found, self.groups, self.numbers, self.methods
+        sentences = [each for midrun in self.midruns for each in midrun.verdicts]
+        sentences += [each.verdict for each in methods]
+        sentences += verdicts(numbers, groups) if numbers else []
+        summary: dict[str, Any] = {
+            "command": self.command,
+            "files": files,
+            "notes": [*found.notes, *(numbers.notes if numbers else [])],
+            "verdicts": [" ".join(each) for each in sentences],
+            "experiments": [{"folder": str(each.folder), "protocol": each.protocol} for each in found.experiments],
+            "sweeps": [{"name": each.name, "folder": str(each.folder), "best": each.best} for each in found.sweeps],
+        }
+        if numbers is None:
+            return summary
+        windows = numbers.windows
+        summary["window"] = {"steps": windows.size, "epochs": windows.epochs, "final_loss": numbers.recorded}
+        summary["groups"] = [
+            {
+                "name": group.name,
+                "role": group.role,
+                "seeds": [run.seed for run in group.runs],
+                "final_loss": span(group.final),
+                "flops": span(group.flops),
+                "validation": {metric: span(group.last(metric)) for metric in numbers.metrics},
+            }
+            for group in groups
+        ]
+        summary["comparisons"] = [comparison_as_json(comparison) for comparison in numbers.comparisons]
+        summary["tuning"] = [
+            {
+                "sweep": each.sweep.name,
+                "trials": each.trials,
+                "flops": each.flops,
+                "width": each.width,
+                "speedup": each.ratio,
+            }
+            for each in numbers.tuning
+        ]
+        if methods:
+            summary["methods"] = [
+                {"folder": str(each.folder), "verdict": each.verdict, "table": list(map(finite_row, each.rows()))}
+                for each in methods
+            ]
+        summary["runs"] = list(map(finite_row, run_rows(groups, numbers)))
+        return summary
+
+
+# --- the folder
 
 
 def refuse_other_folder(out: Path) -> None:
@@ -129,61 +186,6 @@ def files_of_report(out: Path) -> list[str]:
 
 
 # --- the numbers, as JSON and CSV
-
-
-def as_json(
-    found: Found,
-    groups: list[Group],
-    numbers: Numbers | None,
-    methods: list[Methods],
-    midruns: list[Midrun],
-    files: list[str],
-    command: str,
-) -> dict[str, Any]:
-    sentences = [each for midrun in midruns for each in midrun.verdicts]
-    sentences += [each.verdict for each in methods]
-    sentences += verdicts(numbers, groups) if numbers else []
-    summary: dict[str, Any] = {
-        "command": command,
-        "files": files,
-        "notes": [*found.notes, *(numbers.notes if numbers else [])],
-        "verdicts": [" ".join(each) for each in sentences],
-        "experiments": [{"folder": str(each.folder), "protocol": each.protocol} for each in found.experiments],
-        "sweeps": [{"name": each.name, "folder": str(each.folder), "best": each.best} for each in found.sweeps],
-    }
-    if numbers is None:
-        return summary
-    windows = numbers.windows
-    summary["window"] = {"steps": windows.size, "epochs": windows.epochs, "final_loss": numbers.recorded}
-    summary["groups"] = [
-        {
-            "name": group.name,
-            "role": group.role,
-            "seeds": [run.seed for run in group.runs],
-            "final_loss": span(group.final),
-            "flops": span(group.flops),
-            "validation": {metric: span(group.last(metric)) for metric in numbers.metrics},
-        }
-        for group in groups
-    ]
-    summary["comparisons"] = [comparison_as_json(comparison) for comparison in numbers.comparisons]
-    summary["tuning"] = [
-        {
-            "sweep": each.sweep.name,
-            "trials": each.trials,
-            "flops": each.flops,
-            "width": each.width,
-            "speedup": each.ratio,
-        }
-        for each in numbers.tuning
-    ]
-    if methods:
-        summary["methods"] = [
-            {"folder": str(each.folder), "verdict": each.verdict, "table": list(map(finite_row, each.rows()))}
-            for each in methods
-        ]
-    summary["runs"] = list(map(finite_row, run_rows(groups, numbers)))
-    return summary
 
 
 def comparison_as_json(comparison: Comparison) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from mupscale.commands import figures
 from mupscale.commands.reporting.compare import is_edge
 from mupscale.commands.reporting.runs import LoggedRun
-from mupscale.data_files import inside, json_of, what_is_wrong
+from mupscale.data_files import inside, interpreting, json_of
 from mupscale.errors import UserError
 
 QUICK = "quick: no evidence. Tiny networks, few steps and little data: this shows only that the experiment runs."
@@ -192,11 +192,9 @@ def search(folder: Path, found: Found, seen: set[Path]) -> None:
 
 def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
     path = folder / "experiment.json"
-    try:
+    with interpreting(f"{path} is not the description of an experiment"):
         experiment = ExperimentFolder(folder, json_of(path.read_text()))
         runs, sweeps, _ = experiment.runs, experiment.sweeps, experiment.method_of
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{path} is not the description of an experiment: {what_is_wrong(error)}") from error
     found.experiments.append(experiment)
     if experiment.description.get("quick"):
         found.notes.append(f"{folder.name} — {QUICK}")

@@ -1,7 +1,6 @@
 """Runs in groups: checked to be of one task, and named by their roles and by the settings in which they differ."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -211,43 +210,16 @@ def name_groups(groups: list[Group]) -> None:
             group.name += f" ({names[: index + 1].count(group.name)})"
 
 
-CLASS = ".class_path"
-"""How the key of a class ends."""
-
-
 def distinct_names(name: str, groups: list[Group]) -> list[str]:
-    """Names of groups of one role, with the values in which they differ: three, or as many as make them distinct."""
-    known = dict.fromkeys(key for group in groups for key in group.settings)
-    keys = [key for key in known if len({repr(group.settings.get(key)) for group in groups}) > 1]
-    classes = [key for key in keys if key.endswith(CLASS)]
-    arguments = [key for key in keys if key not in classes]
-    # classes that differ have different arguments: their names say more
-    theirs = [key for key in arguments if key.startswith(tuple(f"{each.removesuffix(CLASS)}." for each in classes))]
-    first = [*classes, *(key for key in arguments if key not in theirs)]
-
-    def names_with(keys: list[str]) -> list[str]:
-        names = [name for _ in groups]
-        for key in keys:
-            label = key.removesuffix(CLASS).rpartition(".")[2]
-            for index, value in enumerate(short_values(key, groups)):
-                names[index] += f", {label} {value}"
-        return names
-
-    chosen = first[:3]
-    for key in [*first[3:], *theirs]:
-        if len(set(names_with([*chosen, key]))) > len(set(names_with(chosen))):
-            chosen.append(key)
-    return names_with(chosen)
-
-
-def short_values(key: str, groups: list[Group]) -> list[str]:
-    """Each group's value of a key. Paths are cut to what follows the folder they share: a legend has little room."""
-    values = [group.settings.get(key) for group in groups]
-    if key.endswith(CLASS):
-        return [str(value).rpartition(".")[2] for value in values]
-    paths = [os.path.abspath(value) for value in values if value] if key.endswith(".path") else []
-    shared = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
-    return [os.path.relpath(value, shared) if shared and value else brief(value) for value in values]
+    """Names of groups of one role, with as few of the values in which they differ as tell them apart."""
+    names = [name for _ in groups]
+    for key, values in differing(groups):
+        label, is_class = key.removesuffix(".class_path").rpartition(".")[2], key.endswith(".class_path")
+        shown = [str(value).rpartition(".")[2] if is_class else brief(value) for value in values]
+        longer = [f"{each}, {label} {value}" for each, value in zip(names, shown, strict=True)]
+        if len(set(longer)) > len(set(names)):
+            names = longer
+    return names
 
 
 def folder_name(runs: list[LoggedRun]) -> str:

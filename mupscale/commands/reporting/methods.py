@@ -15,8 +15,7 @@ from mupscale.commands.reporting.groups import Group
 from mupscale.commands.reporting.reach import Comparison, Numbers
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.words import capital, count, ranged
-from mupscale.data_files import what_is_wrong
-from mupscale.errors import UserError
+from mupscale.data_files import interpreting
 
 AFTER = 100
 """Steps after the growth at which losses are compared, beside those just after it and at the end."""
@@ -86,15 +85,13 @@ class Methods:
         self.folder, self.numbers = experiment.folder, numbers
         runs = experiment.method_of
         sweeps = {sweep.method: sweep for sweep in experiment.sweeps if sweep.method}
-        try:
+        with interpreting(f"{self.folder} is not a whole comparison of methods"):
             metric = experiment.description["experiment"].get("metric", "last_epoch")
             found = []
             for name, described in experiment.methods.items():
                 folders = [folder for folder, method in runs.items() if method == name]
                 group = next((group for group in groups if any(run.folder in folders for run in group.runs)), None)
                 found.append(self._method(name, described, sweeps[name], metric, group))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{self.folder} is not a whole comparison of methods: {what_is_wrong(error)}") from error
         self.all = sorted(found, key=lambda method: mean_of(method.losses[FINAL]))
         made = [method.name for method in found if not method.has_no_best]
         self.missing = sum(name in made and not (run / "result.json").is_file() for run, name in runs.items())

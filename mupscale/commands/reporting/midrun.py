@@ -13,8 +13,7 @@ from mupscale.commands.reporting.folders import ExperimentFolder
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.words import capital, ranged_losses
 from mupscale.commands.widths import folder_name
-from mupscale.data_files import json_of
-from mupscale.errors import UserError
+from mupscale.data_files import interpreting, json_of
 
 Loss = Literal["training", "validation"]
 LOSSES: tuple[Loss, ...] = ("validation", "training")
@@ -149,7 +148,7 @@ class Midrun:
         self.runs: list[MidrunRun] = []
         listed = experiment.description.get("runs", [])
         path = self.folder / "costs.json"
-        try:
+        with interpreting(f"{self.folder} is not a whole experiment of protocol midrun"):
             if path.is_file():
                 self.costs = checked_costs(json_of(path.read_text()))
                 for entry, folder in zip(listed, experiment.runs, strict=True):
@@ -162,10 +161,6 @@ class Midrun:
                 for key in sweep.edges(self.metric)
             ]
             """Values that are the best of a sweep at the edge of its grid, in words."""
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{self.folder} is not a whole experiment of protocol midrun: {error!r}") from error
         self.missing = len(listed) - len(self.runs)
 
     def _run(self, entry: dict[str, Any], run: LoggedRun) -> MidrunRun:

@@ -70,7 +70,7 @@ def trailing_means(x: FloatArray, y: FloatArray, ends: FloatArray, size: float) 
 
 def windows_of(runs: list[LoggedRun]) -> tuple[Windows, int | None]:
     """One window for all runs, so that their minima can be compared; and the steps of an epoch, if known."""
-    per_epoch = next((run.steps_per_epoch for run in runs if run.steps_per_epoch), None)
+    per_epoch = next((steps for run in runs if (steps := run.planned("steps_per_epoch"))), None)
     interval = max(run.interval for run in runs)
     planned = [run.planned_steps or run.last_step for run in runs]
     if per_epoch and per_epoch >= interval:

@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from mupscale.commands.config import Config, callbacks_of
 from mupscale.commands.event_files import read_log
 from mupscale.commands.run_folder import RESULT, read_run
-from mupscale.data_files import json_of, what_is_wrong, yaml_of
-from mupscale.errors import UserError
+from mupscale.data_files import interpreting, json_of, yaml_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -27,17 +25,13 @@ class LoggedRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.text = (folder / "config.yaml").read_text()
-        try:
+        with interpreting(f"{folder / 'config.yaml'} is not the configuration of a run"):
             self.config: Config = yaml_of(self.text)
             self.seed = self.config["seed_everything"]
             if isinstance(callback := self.config["trainer"]["callbacks"], dict):
                 self.config["trainer"]["callbacks"] = [callback]
             self.start_size, self.end_size = sizes(self.config)
             self._refuse_other_content()
-        except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{folder / 'config.yaml'} is not the configuration of a run: {what_is_wrong(error)}"
-            ) from error
         self.log = read_log(folder)
         self.plan = read_run(folder)
         self.result = read_result(folder)
@@ -151,12 +145,8 @@ class LoggedRun:
         trainer = self.config["trainer"]
         return trainer["max_steps"] in (None, -1) and trainer["max_epochs"] not in (None, -1)
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        return self._planned("steps_per_epoch")
-
-    def _planned(self, name: str) -> int | None:
-        """A number of run.json, which the run wrote when it began."""
+    def planned(self, name: str) -> int | None:
+        """A number of run.json, which the run wrote when it began: `steps`, or `steps_per_epoch`."""
         number = self.plan.get(name)
         return number if type(number) is int and number > 0 else None
 
@@ -164,7 +154,7 @@ class LoggedRun:
     def planned_steps(self) -> int | None:
         """The length of the run in steps: as planned, or less if it ended before; None if it is not known."""
         ended = self.result.get("steps") if self.diverged_at is None else None
-        return ended or self._planned("steps")
+        return ended or self.planned("steps")
 
     @property
     def in_progress(self) -> bool:
@@ -235,7 +225,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     path = folder / RESULT
     if not path.is_file():
         return {}
-    try:
+    with interpreting(f"{path} is damaged; delete it and run the same command again"):
         content = json_of(path.read_text())
         float(content.get("value", 0))
         if not isinstance(content.get("steps", 0), int) or content.get("steps", 0) < 0:
@@ -245,7 +235,4 @@ def read_result(folder: Path) -> dict[str, Any]:
         for growth in content.get("growths", []):
             for name in AT_GROWTH:
                 float(growth[name])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"{path} is damaged ({what_is_wrong(error)}); delete it and run the same command again"
-        raise UserError(problem) from error
-    return dict(content)
+        return dict(content)
