@@ -42,19 +42,12 @@ def examples() -> dict[str, Example]:
     # nothing had happened
     three = Training(slope, lr=0.4, steps=6, lr_up=0.1, steps_up=8)
     four = Training(slope, lr=0.1, steps=6, lr_up=0.05, steps_up=8)
+    noises = {f"noise_{letter}": NOISE for letter in "ABCD"}
+    limits = three_layer_limit(three, noise_A=NOISE, noise_C=NOISE), four_layer_limit(four, K, **noises)
+    undisturbed = three_layer_limit(replace(three, lr_up=three.lr)), four_layer_limit(replace(four, lr_up=four.lr), k=1)
     return {
-        "three layers": Example(
-            "CBA",
-            three,
-            three_layer_limit(three, noise_A=NOISE, noise_C=NOISE),
-            three_layer_limit(replace(three, lr_up=three.lr)),
-        ),
-        "four layers": Example(
-            "DCBA",
-            four,
-            four_layer_limit(four, K, noise_A=NOISE, noise_B=NOISE, noise_C=NOISE, noise_D=NOISE),
-            four_layer_limit(replace(four, lr_up=four.lr), k=1),
-        ),
+        "three layers": Example("CBA", three, limits[0], undisturbed[0]),
+        "four layers": Example("DCBA", four, limits[1], undisturbed[1]),
     }
 
 
@@ -138,31 +131,19 @@ def figure(path: Path) -> None:
 
     fig, axes = plt.subplots(1, 3, figsize=(12.5, 3.7), layout="constrained")
     for ax, (name, example) in zip(axes, examples().items(), strict=False):
-        before, after = (
-            range(example.run.steps + 1),
-            range(example.run.steps, example.run.steps + example.run.steps_up + 1),
-        )
+        grown_at, steps_up = example.run.steps, example.run.steps_up
+        before, after = range(grown_at + 1), range(grown_at, grown_at + steps_up + 1)
         for width, colour in ((32, "#f2b380"), (512, "#2f6f9f")):
             for seed, run in enumerate(curves(example, width, range(8))):
-                ax.plot(
-                    before,
-                    run.before,
-                    color=colour,
-                    lw=0.9,
-                    label=f"width {width}, then {K * width}" if seed == 0 else None,
-                )
+                label = f"width {width}, then {K * width}" if seed == 0 else None
+                ax.plot(before, run.before, color=colour, lw=0.9, label=label)
                 ax.plot(after, run.after, color=colour, lw=0.9)
         ax.plot(before, example.limit.before, "k--", lw=1.8, label="infinite width")
         ax.plot(after, example.limit.after, "k--", lw=1.8)
         ax.plot(after, example.undisturbed.after, color="#d62728", ls=":", lw=2, label="infinite width, no upscale")
-        ax.axvline(example.run.steps, color="grey", lw=0.8, ls=":")
-        ax.annotate(
-            "upscale, noise 1",
-            (example.run.steps, 0.02),
-            (4, 2),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-        )
+        ax.axvline(grown_at, color="grey", lw=0.8, ls=":")
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        ax.annotate("upscale, noise 1", (grown_at, 0.02), (4, 2), **place)
         ax.set(title=name, xlabel="gradient step", ylabel="output", ylim=(-1.0, 1.5 * example.limit.after[-1]))
         ax.legend(loc="upper left", frameon=False, fontsize=8)
     widths = torch.tensor(list(SEEDS))

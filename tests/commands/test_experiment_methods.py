@@ -331,8 +331,8 @@ def test_a_method_without_a_best_trial_has_no_runs(monkeypatch: pytest.MonkeyPat
     assert missing == "3 runs not finished, among them all of copies: this is how the methods stand now."
     shutil.rmtree("runs/upscale/lemon")
     assert report("runs")[1]["methods"][0]["verdict"] == [
-        "No growth method has a loss to compare: lemon, copies (no run at the target size yet); "
-        "pad (all trials diverged)."
+        "No growth method has a loss to compare: lemon (no run at the target size yet), "
+        "copies (no run at the target size yet), pad (all trials diverged)."
     ]
     grown("lemon", 0, [*epochs(0.9), math.nan], (1.0, 1.0), math.nan)
-    assert "lemon (diverged at the target size); copies (no run" in report("runs")[1]["methods"][0]["verdict"][0]
+    assert "lemon (diverged at the target size), copies (no run" in report("runs")[1]["methods"][0]["verdict"][0]

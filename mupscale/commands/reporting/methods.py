@@ -120,7 +120,8 @@ class Methods:
         finals = {method.name: method.losses[FINAL] for method in self.all}
         ranked = rank(finals)
         if not ranked:
-            return [self._why_none()]
+            reasons = [f"{method.name} ({method.why_unranked})" for method in self.all]
+            return [f"No growth method has a loss to compare: {', '.join(reasons)}."]
         waiting = [method.name for method in self.all if not finals[method.name] and not method.has_no_best]
         finals = {name: losses for name, losses in finals.items() if name not in waiting}
         sentences = [f"Of {count(len(finals), 'growth method')} {lowest(finals)}."]
@@ -139,13 +140,6 @@ class Methods:
             unbegun = f", among them all of {', '.join(waiting)}" if waiting else ""
             sentences.append(f"{count(self.missing, 'run')} not finished{unbegun}: this is how the methods stand now.")
         return sentences
-
-    def _why_none(self) -> str:
-        names: dict[str, list[str]] = {}
-        for method in self.all:
-            names.setdefault(method.why_unranked, []).append(method.name)
-        reasons = [f"{', '.join(each)} ({reason})" for reason, each in names.items()]
-        return f"No growth method has a loss to compare: {'; '.join(reasons)}."
 
     def _against_scratch(self, finals: dict[str, Losses]) -> Iterator[str]:
         """Which methods end lower than from scratch; each is compared, so each interval is corrected for all."""

@@ -104,17 +104,9 @@ class Comparison:
         where = f"At {BUDGETS[self.budget]}, schedule {self.schedule}"
         margins = {loss: margin for loss in LOSSES if self.has(loss) and (margin := self.margin(loss)) is not None}
         if not margins:
-            return [f"{where}: there is nothing to compare, because {self._hindrance()}."]
+            return [f"{where}: there is nothing to compare: losses are missing, or runs diverged."]
         outcomes = ", ".join(f"by {loss} loss {outcome(margin[2])}" for loss, margin in margins.items())
         return [f"{where}: {outcomes}.", *(self._sentence(loss, *margin) for loss, margin in margins.items())]
-
-    def _hindrance(self) -> str:
-        for kind, arms in {"growth": self.growths, "fixed width": self.fixed}.items():
-            if not arms:
-                return f"no {kind} has finished"
-            if self.best(arms, "training") is None:
-                return f"each {kind} has a run that diverged"
-        return "not all runs have logged a loss"
 
     def _sentence(self, loss: Loss, growth: Arm, fixed: Arm, difference: Difference) -> str:
         ends = [ranged_losses(self.losses(arm, loss)) for arm in (growth, fixed)]
