@@ -181,10 +181,7 @@ COMMANDS = {
         "report listed",
         "is not the configuration of a run: its values are of another kind",
     ),
-    "report: an experiment that is a list": (
-        "report experiments",
-        "is not the description of an experiment: its values are of another kind",
-    ),
+    "report: an experiment that is a list": ("report experiments", "experiment.json is damaged"),
     "prepare: bytes": ("prepare text bytes.yaml --vocab 300 --out p", "is not UTF-8"),
     "prepare: half a parquet file": ("prepare text half.parquet --vocab 300 --out p", "half.parquet cannot be read"),
     "prepare: deep JSON": ("prepare text deep.jsonl --vocab 300 --out p", "is not a JSON object with a string `text`"),

@@ -77,7 +77,7 @@ def test_the_end_of_a_run_is_in_its_result(tmp_path: Path):
 def test_a_damaged_result_is_named(tmp_path: Path, content: str):
     write_run(tmp_path, lambda step: 1.0)
     (tmp_path / "result.json").write_text(content)
-    with pytest.raises(UserError, match=r"result\.json is damaged; delete it and run the same command again"):
+    with pytest.raises(UserError, match=r"result\.json is damaged.*; delete it and run the same command again"):
         LoggedRun(tmp_path)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mupscale.commands import figures
+from mupscale.commands.config import read_json
 from mupscale.commands.reporting.compare import is_edge
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.data_files import inside, interpreting, json_of
@@ -193,7 +194,7 @@ def search(folder: Path, found: Found, seen: set[Path]) -> None:
 def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
     path = folder / "experiment.json"
     with interpreting(f"{path} is not the description of an experiment"):
-        experiment = ExperimentFolder(folder, json_of(path.read_text()))
+        experiment = ExperimentFolder(folder, read_json(path))
         runs, sweeps, _ = experiment.runs, experiment.sweeps, experiment.method_of
     found.experiments.append(experiment)
     if experiment.description.get("quick"):

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from mupscale.commands.config import Config, callbacks_of
+from mupscale.commands.config import Config, callbacks_of, read_json
 from mupscale.commands.reporting.compare import Difference, Losses, compare, compare_best, rank
 from mupscale.commands.reporting.folders import ExperimentFolder
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.words import capital, ranged_losses
 from mupscale.commands.widths import folder_name
-from mupscale.data_files import interpreting, json_of
+from mupscale.data_files import interpreting
 
 Loss = Literal["training", "validation"]
 LOSSES: tuple[Loss, ...] = ("validation", "training")
@@ -142,7 +142,7 @@ class Midrun:
         path = self.folder / "costs.json"
         with interpreting(f"{self.folder} is not a whole experiment of protocol midrun"):
             if path.is_file():
-                self.costs = checked_costs(json_of(path.read_text()))
+                self.costs = checked_costs(read_json(path))
                 for entry, folder in zip(listed, experiment.runs, strict=True):
                     if (folder / "result.json").is_file():
                         refuse_other_entry(entry)

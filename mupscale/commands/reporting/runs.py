@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
-from mupscale.commands.config import Config, callbacks_of
+from mupscale.commands.config import Config, callbacks_of, read_json
 from mupscale.commands.event_files import read_log
 from mupscale.commands.run_folder import RESULT, read_run
-from mupscale.data_files import interpreting, json_of, yaml_of
+from mupscale.data_files import interpreting, what_is_wrong, yaml_of
+from mupscale.errors import UserError
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -25,13 +27,16 @@ class LoggedRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.text = (folder / "config.yaml").read_text()
-        with interpreting(f"{folder / 'config.yaml'} is not the configuration of a run"):
+        try:
             self.config: Config = yaml_of(self.text)
             self.seed = self.config["seed_everything"]
             if isinstance(callback := self.config["trainer"]["callbacks"], dict):
                 self.config["trainer"]["callbacks"] = [callback]
             self.start_size, self.end_size = sizes(self.config)
             self._refuse_other_content()
+        except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"{folder / 'config.yaml'} is not the configuration of a run: {what_is_wrong(error)}"
+            raise UserError(problem) from error
         self.log = read_log(folder)
         self.plan = read_run(folder)
         self.result = read_result(folder)
@@ -225,8 +230,8 @@ def read_result(folder: Path) -> dict[str, Any]:
     path = folder / RESULT
     if not path.is_file():
         return {}
+    content = read_json(path)
     with interpreting(f"{path} is damaged; delete it and run the same command again"):
-        content = json_of(path.read_text())
         float(content.get("value", 0))
         if not isinstance(content.get("steps", 0), int) or content.get("steps", 0) < 0:
             raise ValueError(f"steps is {content['steps']!r}")
@@ -235,4 +240,4 @@ def read_result(folder: Path) -> dict[str, Any]:
         for growth in content.get("growths", []):
             for name in AT_GROWTH:
                 float(growth[name])
-        return dict(content)
+    return content
