@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.cases import Augmented
 from benchmarks.harness import Row, now, rate, run
@@ -37,20 +37,12 @@ ROWS, IMAGES, TOKENS = 581_012, 50_000, 100_000_000
 Batches = Generator[Any, None, None]
 
 
-class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Standardised Covertype rows and labels, one at a time."""
-
-    def __init__(self, file: Path) -> None:
-        arrays = np.load(file)
-        self.x = torch.from_numpy(arrays["X"]).float()
-        self.x[:, :10] = (self.x[:, :10] - self.x[:, :10].mean(0)) / self.x[:, :10].std(0)
-        self.y = torch.from_numpy(arrays["y"].astype(np.int64)) - 1
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
+def read_rows(file: Path) -> TensorDataset:
+    """Standardised Covertype rows and labels."""
+    arrays = np.load(file)
+    x = torch.from_numpy(arrays["X"]).float()
+    x[:, :10] = (x[:, :10] - x[:, :10].mean(0)) / x[:, :10].std(0)
+    return TensorDataset(x, torch.from_numpy(arrays["y"].astype(np.int64)) - 1)
 
 
 class Crops(Dataset[tuple[Tensor, Tensor]]):
@@ -175,7 +167,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
     batch, context = 64, 1024
     with tempfile.TemporaryDirectory() as temporary:
         covertype, cifar100, fineweb = complete(options.data, Path(temporary))
-        sides = plain_sides(lambda: Rows(covertype), 2000)
+        sides = plain_sides(lambda: read_rows(covertype), 2000)
         sides["ours"] = ours(Covertype(str(covertype.parent), 2000), device)
         yield from compared("Covertype", "rows", 2000, sides, seconds)
         sides = {**plain_sides(images, 128), "ours": ours(CIFAR100(str(cifar100.parent), 128), device)}

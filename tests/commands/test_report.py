@@ -58,7 +58,7 @@ def test_runs_of_different_tasks(values: dict[str, Any], message: str):
         (["runs", "empty"], "empty holds no runs"),
         (["begun"], "there is nothing to report in begun. begun has logged no training loss"),
         (["swept"], "there is nothing to report in swept. To show the trials of a sweep, name swept/trials."),
-        (["broken"], "broken/experiment.json is not the description of an experiment"),
+        (["broken"], "broken/experiment.json is damaged"),
     ],
 )
 def test_folders_that_hold_nothing(folders: list[str], message: str):

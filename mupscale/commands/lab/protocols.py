@@ -40,6 +40,10 @@ class Protocol:
     def stages(self) -> Stages:
         raise NotImplementedError
 
+    def base_of_seed(self, *folders: str) -> Path:
+        """The last checkpoint of the base of every seed, which `{seed}` stands for: so all have one configuration."""
+        return self.out.joinpath(*folders, "base", "seed={seed}", "checkpoints", "last.ckpt")
+
     def run(self, role: str, seed: int, config: Callable[[], Config], **options: Any) -> RunPart:
         """A run of a role. `options` are those of RunPart."""
         return RunPart(self.out, role, seed, config, self.description.metric, **options)
@@ -98,7 +102,7 @@ class Upscale(Protocol):
         description = self.description
 
         def config() -> Config:
-            grown = description.grown(self.target, base.checkpoint, method)
+            grown = description.grown(self.target, self.base_of_seed(), method)
             return self._config(tuner, grown, description.upscaled, sweep_2.tuned)
 
         if not method:
@@ -122,7 +126,7 @@ class Transfer(Protocol):
         bases: list[Part] = [self._base(width, seed) for width in widths.values() for seed in description.seeds]
         sweeps: list[Part] = []
         for growth in description.growths:
-            base = self.out / folder_name(growth.before) / "base" / "seed={seed}" / "checkpoints" / "last.ckpt"
+            base = self.base_of_seed(folder_name(growth.before))
             config = partial(description.config, description.grown(growth, base), description.upscaled)
             for name, axes in description.sweeps.items():
                 sweeps.append(self.sweep(f"{growth.name}/{name}", axes, description.seeds, config))
