@@ -159,6 +159,7 @@ def draw(check: CoordCheck, path: Path) -> None:
         ax.set_ylabel(f"size of {'the outputs, at the start' if row == 0 else 'their change, after all steps'}")
         if row == 0:
             ax.set_title(fill(f"{scan.name}: {scan.title}", 50), fontsize=9)
-    handles, names = axes[0].get_legend_handles_labels()
-    drawn.legend(handles, names, loc="outside right center", frameon=False, fontsize=7)
+    handles = {name: line for ax in axes for line, name in zip(*ax.get_legend_handles_labels(), strict=True)}
+    names = [layer for layer in layers if layer in handles]  # a layer whose outputs begin at zero has a change only
+    drawn.legend([handles[name] for name in names], names, loc="outside right center", frameon=False, fontsize=7)
     drawn.savefig(path, dpi=100)

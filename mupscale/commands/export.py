@@ -9,7 +9,7 @@ from typing import Any
 from mupscale.commands.arguments import ArgumentParser, refuse_new_folder
 from mupscale.commands.saved_model import load_weights, module_of
 from mupscale.errors import UserError
-from mupscale.models.checkpoint import load_checkpoint
+from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, refuse_malformed
 from mupscale.models.hf import CausalLMNet, HFCausalLM
 
 
@@ -30,12 +30,15 @@ def main(command: str, arguments: list[str]) -> None:
 
 def saved_network(checkpoint: dict[str, Any]) -> CausalLMNet:
     """The network of a checkpoint, with its weights, on the CPU. Raises a UserError if it is not an HFCausalLM."""
-    module = module_of(checkpoint)
-    if not isinstance(module, HFCausalLM):
+    refuse_malformed(checkpoint)
+    name = str(checkpoint[CHECKPOINT_KEY].get("class_path")).rpartition(".")[2]
+    if name != HFCausalLM.__name__:
         raise UserError(
-            f"the checkpoint is of {type(module).__name__}, not of a model of the transformers library; only those of "
-            "HFCausalLM can be exported"
+            f"the checkpoint is of {name}, not of a model of the transformers library; only those of HFCausalLM can be "
+            "exported"
         )
+    module = module_of(checkpoint)
+    assert isinstance(module, HFCausalLM)
     net = module.network(module.width, meta=True)
     assert isinstance(net, CausalLMNet)
     load_weights(module, net, checkpoint.get("state_dict", {}), assign=True)

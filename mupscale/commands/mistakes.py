@@ -35,13 +35,14 @@ def full_disk(error: BaseException, places: Sequence[Path] = ()) -> str | None:
     """The problem and its file system, in words, if a write failed for want of space; None for any other error.
 
     The system names the file only if it could not be opened; otherwise the one of the folders `places`, or TMPDIR, with
-    the least space left is meant.
+    the least space left is meant, or the first of `places` if a quota, which does not show, is used up.
     """
     fullest = min([*places, Path(os.environ.get("TMPDIR", "/tmp"))], key=free)
     for each in chain(error):
         if isinstance(each, OSError) and each.errno in PROBLEMS:
             named = each.filename2 or each.filename  # the target of a copy is the second
-            path = Path(named) if isinstance(named, str | os.PathLike) else fullest
+            guess = places[0] if places and each.errno == errno.EDQUOT else fullest
+            path = Path(named) if isinstance(named, str | os.PathLike) else guess
             return f"{PROBLEMS[each.errno]} on the file system at {_mount(path)} ({path})"
     if any(_is_hidden(each) for each in chain(error)) and free(fullest) < ROOM:
         return f"{PROBLEMS[errno.ENOSPC]} on the file system at {_mount(fullest)} ({fullest})"

@@ -188,6 +188,8 @@ ONE_CYCLE_RATES = {
     "init_args": {"max_lr": 0.1, "total_steps": "100%"},
 }
 ONE_CYCLE = {"model": {"init_args": {"lr_scheduler": ONE_CYCLE_RATES}}}
+DROPS = {"class_path": "lightning.pytorch.cli.ReduceLROnPlateau", "init_args": {"monitor": "val/loss"}}
+PLATEAU = {"model": {"init_args": {"lr_scheduler": DROPS}}}
 
 
 @pytest.mark.slow
@@ -196,6 +198,7 @@ def test_mistakes_are_reported_before_the_first_run() -> None:
         ({"noises": {"loud": {"class_path": "mupscale.Loud"}}}, "Loud"),
         ({"sweep_2": {"UpscaleCallback.noise.sdt": [0.1]}}, "sweep_2, noises.paper: UpscaleCallback.noise.sdt"),
         ({"schedules": {"a": {"model": {"init_args": {"lr_sched": 1}}}}}, "lr_sched"),
+        ({"schedules": {"drops": PLATEAU}}, "schedules.drops: model.lr_scheduler: ReduceLROnPlateau monitors val/loss"),
         ({"schedules": {"one": ONE_CYCLE}}, "error: schedules.one: model.lr_scheduler: OneCycleLR sets absolute rates"),
         ({"middle": None}, "protocol midrun needs the key 'middle'"),
         ({"noise": ADDITIVE}, "protocol midrun has no key 'noise'"),

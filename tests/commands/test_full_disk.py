@@ -42,6 +42,11 @@ WRITES: dict[str, tuple[Any, str]] = {
 """Ways in which a write fails, and what the line says of it."""
 
 
+@pytest.mark.parametrize(("number", "place"), [(errno.EDQUOT, "/"), (errno.ENOSPC, "/proc")])
+def test_a_quota_is_that_of_the_first_place_and_a_full_disk_the_one_without_space(number: int, place: str) -> None:
+    assert str(full_disk(OSError(number, ""), [Path("/"), Path("/proc")])).endswith(f"at {place} ({place})")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 @full

@@ -87,6 +87,11 @@ def test_a_range_among_values_is_refused(values: str) -> None:
         parsed_axis(f"{LR}={values}")
 
 
+def test_numbers_with_colons_in_quotation_marks_are_texts() -> None:
+    times = "00:00:10:00", "00:00:20:00"
+    assert parsed_axis(f"trainer.max_time='{times[0]}','{times[1]}'").values == times
+
+
 def test_values_are_set_where_they_stand() -> None:
     noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
     swaps = [

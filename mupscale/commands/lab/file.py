@@ -406,9 +406,10 @@ def check_midrun(description: Description) -> None:
     if trainer["max_steps"] in (None, -1) and trainer["max_epochs"] in (None, -1):
         raise UserError("config: trainer.max_steps, trainer.max_epochs: give the length of a run of the wide width")
     for name, overlay in keys.schedules.items():
-        _, cli = description.made(stretched(overlay, 1000))
+        config, cli = description.made(stretched(overlay, 1000))
         with refusals(f"schedules.{name}"):
             refuse_optimizers(cli.model, cli.trainer)
+        refuse_validated_schedule(f"schedules.{name}", config)
     tried = Tried()
     refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:", tried)
     for width in (keys.middle, keys.small_middle):
@@ -420,6 +421,19 @@ def check_midrun(description: Description) -> None:
             grown, cli = description.made(growing(growth, 1, noise))
             refuse_growth(growth, cli)
         refuse_invalid(grown, description.sweeps["sweep_2"], f"sweep_2, noises.{name}:", tried)
+
+
+def refuse_validated_schedule(where: str, config: Config) -> None:
+    """Raises a UserError for a schedule that follows validations: a run of midrun has one, at its end."""
+    schedule = config["model"]["init_args"].get("lr_scheduler")
+    if not schedule or class_name(schedule) != "ReduceLROnPlateau":
+        return
+    monitor = (schedule.get("init_args") or {}).get("monitor", "val/loss")  # torch's own has none
+    if monitor.startswith("val"):
+        raise UserError(
+            f"{where}: model.lr_scheduler: ReduceLROnPlateau monitors {monitor}, and runs of protocol midrun validate "
+            "only after their last step; use lightning.pytorch.cli.ReduceLROnPlateau with monitor: train/loss"
+        )
 
 
 @contextmanager

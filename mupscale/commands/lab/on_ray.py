@@ -174,6 +174,8 @@ def refuse_node(site: Site) -> None:
             break
     if not problem and not is_seen(site.out / LOCK, site.lock):
         problem = f"it does not see the files in {site.out}; give --out a folder on storage that all nodes share"
+    elif not problem and not os.access(site.out, os.W_OK):
+        problem = f"it cannot write to {site.out}"
     if problem:
         raise UserError(f"--ray: node {platform.node()}: {problem}")
 

@@ -27,8 +27,8 @@ from mupscale.errors import UserError
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-_NUMBERS = re.compile(r"'([-+\d._eE]+(?::[-+\d._eE]+)+)'")
-"""A text of numbers with colons between them. YAML 1.1 reads it as a number to the base 60: 1:30 is 90."""
+_RANGE = re.compile(r"(?:^|[\s,\[])([-+\d._eE]+(?::[-+\d._eE]+)+)(?=$|[\s,\]])")
+"""Numbers with colons between them, in a list. Between quotation marks they are a text, such as a duration."""
 
 MOST_LEVELS = 1000
 """How many values of one key a grid may have: each is a run."""
@@ -114,6 +114,13 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
         span = re.fullmatch(r"([^,:\[\]]+):([^,:\[\]]+)(?::(\d+))?", listed)
         if span:
             return _spanned(where, key, *span.groups())
+    for text in [listed] if isinstance(listed, str) else [value for value in listed if isinstance(value, str)]:
+        if found := _RANGE.search(text):
+            raise UserError(
+                f"{where}: {found[1]} is not a value; a range LOW:HIGH:N has no other values beside it, and a text "
+                f"in --sweep has quotation marks: '{found[1]}'"
+            )
+    if isinstance(listed, str):
         try:
             listed = yaml_of(f"[{listed}]", DECIMAL)  # 1e-3 is a number, 2026-01-31 and 010 are texts
         except yaml.YAMLError as error:
@@ -121,8 +128,6 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
     values = tuple(number_in(value) for value in listed)
     if not values:
         raise UserError(f"{where}: the grid is empty, give at least one value for {key}")
-    if found := _NUMBERS.search(repr(values)):
-        raise UserError(f"{where}: {found[1]} is not a value; a range LOW:HIGH:N has no other values beside it")
     if any(isinstance(value, float) and not math.isfinite(value) for value in values):
         raise UserError(f"{where}: values must be finite; remove those that are not")
     if any(value in values[:index] for index, value in enumerate(values)):
