@@ -169,64 +169,74 @@ class CheckedPlan(NamedTuple):
 def find_plan(
     narrow: nn.Module, wide: nn.Module, call: Call, hints: Hints | Plan | None, on_mismatch: OnMismatch
 ) -> CheckedPlan:
-    """The plan with which the models agree: the guessed one, or that of `discover`. Raises a UserError without one."""
-    depth = hints.layers if isinstance(hints, Plan) else checked_hints(hints).depth
-    if depth:
-        return _checked_deeper(narrow, wide, call, hints, on_mismatch)
+    """The plan with which the models agree: the guessed one, or that of `discover`. Raises a UserError without one.
+
+    A deeper model is compared with new layers that add nothing.
+    """
+    layers: Layers = {}
+    residual: dict[str, float] = {}
+    why_unknown: UserError | None = None
+    if isinstance(hints, Plan):
+        layers, given = hints.layers, {}
+    else:
+        hints = checked_hints(hints)
+        given = hints.residual
+        layers = layers_of(narrow, wide, hints.depth) if hints.depth else {}
+    if layers:
+        residual, why_unknown = _residual(narrow, layers, given, call)
+        hints = hints if isinstance(hints, Plan) else replace(hints, residual=residual)
+
+    def check(plan: Plan) -> Agreement:
+        if why_unknown is not None:
+            return Agreement(None, reason=str(why_unknown))
+        return check_agreement(narrow, wide, as_identity(plan, narrow, wide, residual), call)
+
     try:
         planned = hints if isinstance(hints, Plan) else make_plan(narrow, wide, hints=hints)
     except UserError as error:
         if on_mismatch != "discover":
             raise
-        return _discovered(narrow, wide, call, error, "the plan is refused")
-    agreement = check_agreement(narrow, wide, planned, call)
-    if agreement.exact is not False:
-        return CheckedPlan(planned, hints, agreement, _notes(agreement), str(agreement))
-    if on_mismatch == "note":
-        return CheckedPlan(planned, hints, agreement, (f"the wide model differs: {agreement.reason}",), str(agreement))
-    differs = UserError(f"upscale: the wide model does not compute and train as the narrow one: {agreement.reason}")
-    if on_mismatch == "error":
-        raise UserError(f"{differs}. {_BY_HAND}. Nothing was written")
-    return _discovered(narrow, wide, call, differs, agreement.reason)
-
-
-def _checked_deeper(
-    narrow: nn.Module, wide: nn.Module, call: Call, hints: Hints | Plan | None, on_mismatch: OnMismatch
-) -> CheckedPlan:
-    """The plan of a deeper model, checked with new layers that add nothing. Raises a UserError if that differs."""
-    if isinstance(hints, Plan):
-        layers, residual, why_unknown = hints.layers, *_residual(narrow, hints.layers, {}, call)
-        planned = hints
+        refusal, reason = error, "the plan is refused"
     else:
-        hints = checked_hints(hints)
-        layers = layers_of(narrow, wide, hints.depth)
-        residual, why_unknown = _residual(narrow, layers, hints.residual, call)
-        hints = replace(hints, residual=residual)
-        try:
-            planned = make_plan(narrow, wide, hints=hints)
-        except UserError as error:
-            if on_mismatch != "discover":
-                raise
-            hints = _discovered_width(narrow, wide, call, layers, hints, error)
-            planned = make_plan(narrow, wide, hints=hints)
-    agreement = _agreement_without_new(narrow, wide, planned, residual, why_unknown, call)
-    differs = UserError(
-        "upscale: with new layers that add nothing, the wide model does not compute and train as the narrow one: "
-        f"{agreement.reason}"
-    )
-    if agreement.exact is False and on_mismatch == "discover" and isinstance(hints, Hints):
-        hints = _discovered_width(narrow, wide, call, layers, hints, differs)
-        planned = make_plan(narrow, wide, hints=hints)
-        agreement = _agreement_without_new(narrow, wide, planned, residual, why_unknown, call)
-    if agreement.exact is False and on_mismatch != "note":
-        raise UserError(f"{differs}. {_BY_HAND}. Nothing was written")
-    notes = _notes(agreement)
-    if agreement.exact is not None and planned.keeps_function:
-        return CheckedPlan(planned, hints, agreement, (*notes, _NEW_LAYERS_LEARN), str(agreement))
-    precision = torch.float64 if agreement.exact is None else getattr(torch, agreement.precision)
-    change = 100 * change_of_outputs(narrow, wide, planned, call, precision)
-    text = f"the new layers change what call returns by {change:.3g} %; if they added nothing, {agreement}"
-    return CheckedPlan(planned, hints, replace(agreement, exact=False), notes, text)
+        agreement = check(planned)
+        without = "with new layers that add nothing, " if layers else ""
+        words = f"{without}the wide model does not compute and train as the narrow one"
+        refusal, reason = UserError(f"upscale: {words}: {agreement.reason}"), agreement.reason
+        if agreement.exact is False and on_mismatch == "error":
+            raise UserError(f"{refusal}. {_BY_HAND}. Nothing was written")
+        if agreement.exact is not False or on_mismatch == "note":
+            return _checked(narrow, wide, call, CheckedPlan(planned, hints, agreement, (), str(agreement)))
+    _refuse_long_search(wide, refusal)
+    try:
+        found = discover(narrow, without_new(wide, narrow, layers) if layers else wide, call)
+        if layers:
+            found = replace(found.resolved(stand_in(narrow, wide, layers), wide), depth=layers, residual=residual)
+        planned = make_plan(narrow, wide, hints=found)
+        agreement = check(planned)
+    except Exception as error:  # whatever a model does when it runs
+        raise UserError(f"{refusal}. A search for another plan failed: {_first_line(error)}") from error
+    if agreement.exact is False:
+        raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
+    text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"
+    return _checked(narrow, wide, call, CheckedPlan(planned, found, agreement, (), text))
+
+
+def _checked(narrow: nn.Module, wide: nn.Module, call: Call, checked: CheckedPlan) -> CheckedPlan:
+    """The same with notes, and with what new layers add."""
+    agreement, plan = checked.agreement, checked.plan
+    notes = agreement.notes
+    if agreement.untested:
+        notes = (*notes, f"without a gradient in the check, so untested: {some_names(agreement.untested)}")
+    if agreement.exact is False:
+        notes = (*notes, f"the wide model differs: {agreement.reason}")
+    if plan.layers and plan.keeps_function and agreement.exact is not None:
+        notes = (*notes, "new layers add nothing yet; they learn from the next step on, which no narrow run does")
+    elif plan.layers:
+        precision = torch.float64 if agreement.exact is None else getattr(torch, agreement.precision)
+        change = 100 * change_of_outputs(narrow, wide, plan, call, precision)
+        text = f"the new layers change what call returns by {change:.3g} %; if they added nothing, {checked.text}"
+        return checked._replace(agreement=replace(agreement, exact=False), notes=notes, text=text)
+    return checked._replace(notes=notes)
 
 
 def _residual(
@@ -242,50 +252,7 @@ def _residual(
         return dict(given), error
 
 
-def _agreement_without_new(
-    narrow: nn.Module,
-    wide: nn.Module,
-    planned: Plan,
-    residual: Mapping[str, float],
-    why_unknown: UserError | None,
-    call: Call,
-) -> Agreement:
-    if why_unknown is not None:
-        return Agreement(None, reason=str(why_unknown))
-    return check_agreement(narrow, wide, as_identity(planned, narrow, wide, residual), call)
-
-
-def _discovered_width(
-    narrow: nn.Module, wide: nn.Module, call: Call, layers: Layers, hints: Hints, refusal: UserError
-) -> Hints:
-    """How the width of a deeper model grows, found without its new layers; raises `refusal`, and why there is none."""
-    _refuse_long_search(wide, refusal)
-    try:
-        found = discover(narrow, without_new(wide, narrow, layers), call)
-        resolved = found.resolved(stand_in(narrow, wide, layers), wide)
-    except Exception as error:  # whatever a model does when it runs
-        raise UserError(f"{refusal}. A search for another plan failed: {_first_line(error)}") from error
-    return replace(resolved, depth=hints.depth, residual=hints.residual)
-
-
-_NEW_LAYERS_LEARN = "new layers add nothing yet; they learn from the next step on, which no narrow run does"
-
 _BY_HAND = 'Leave on_mismatch="discover", or give Hints by hand (mupscale.plan shows the guess)'
-
-
-def _discovered(narrow: nn.Module, wide: nn.Module, call: Call, refusal: UserError, reason: str) -> CheckedPlan:
-    """The plan of `discover`, checked; raises `refusal`, and why there is none."""
-    _refuse_long_search(wide, refusal)
-    try:
-        found = discover(narrow, wide, call)
-        planned = make_plan(narrow, wide, hints=found)
-        agreement = check_agreement(narrow, wide, planned, call)
-    except Exception as error:  # whatever a model does when it runs
-        raise UserError(f"{refusal}. A search for another plan failed: {_first_line(error)}") from error
-    if not agreement.exact:
-        raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
-    text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"
-    return CheckedPlan(planned, found, agreement, _notes(agreement), text)
 
 
 def _refuse_long_search(wide: nn.Module, refusal: UserError) -> None:
@@ -295,12 +262,6 @@ def _refuse_long_search(wide: nn.Module, refusal: UserError) -> None:
             f"{refusal}. The wide model has {parameters:,} parameters, too many for a search: call mupscale.discover "
             "with smaller models of the same family, and give upscale hints=found.resolved(narrow, wide)"
         ) from refusal
-
-
-def _notes(agreement: Agreement) -> tuple[str, ...]:
-    if not agreement.untested:
-        return agreement.notes
-    return (*agreement.notes, f"without a gradient in the check, so untested: {some_names(agreement.untested)}")
 
 
 def _first_line(error: Exception) -> str:
