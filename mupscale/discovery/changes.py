@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from mupscale.discovery.found import nearest_power
-from mupscale.discovery.hypothesis import Group, Hypothesis, is_known
+from mupscale.discovery.hypothesis import Group, Hypothesis, entries_grow_by, is_known
 from mupscale.discovery.passes import Event, Outcome, PairedCut, layouts_of
 from mupscale.text_tables import starred
 from mupscale.widening.axes import Layout, Piece, evenly
@@ -104,7 +104,7 @@ class Proposals:
                 own = self.hypothesis.own(module)
                 uses = [self.hypothesis.uses[name] for name in own]
                 if all(each.narrow.ndim == 1 and each.growing for each in uses):
-                    factor = self.hypothesis.assumed[use.name].copies
+                    factor = entries_grow_by(self.hypothesis.assumed[use.name])
                     yield Change(f"{module} carries the factor of {use.name}", units=(tuple(own), 1 / factor, 0.0))
                     return
 

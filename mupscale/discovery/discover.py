@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mupscale.checks.forward_pass import Call
 from mupscale.checks.recording import copy_to_compare, generators_kept, perturb_
 from mupscale.discovery.found import Found, growth_factors, without_rounding
-from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
+from mupscale.discovery.hypothesis import Hypothesis, entries_grow_by, first_sides, is_known
 from mupscale.discovery.passes import PairedCut, Recording, paired
 from mupscale.discovery.search import Search
 from mupscale.errors import UserError, refuse_unless_callable, refuse_unless_model
@@ -149,11 +149,11 @@ def _found(search: Search, undecided: tuple[str, ...]) -> Found:
         use = hypothesis.uses.get(name)
         if use is None:
             continue
-        unit = assumed.unit
+        unit = assumed.rescale
         if use.growing:
             role = _role(assumed.sides)
             if tied and unit != 1 and _is_norm(use):  # it carries the factor of the readout behind it
-                role, unit = "readout", unit * assumed.copies
+                role, unit = "readout", unit * entries_grow_by(assumed)
             if role != _default_role(use):
                 roles[name] = role
         if abs(unit - 1) > 1e-9 or assumed.offset:  # of a bias that does not grow, too
@@ -176,7 +176,7 @@ def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
     for name, entry in report.plan.parameters.items():
         assumed = hypothesis.assumed[name]
         if not entry.mixed and not math.isclose(
-            entry.scale.gradient * assumed.copies * hypothesis.weight_scale(name), 1.0, rel_tol=1e-9
+            entry.scale.gradient * entries_grow_by(assumed) * assumed.scale.weight, 1.0, rel_tol=1e-9
         ):
             raise UserError(f"discover: {name!r} has a role that a plan cannot express. Give its role by hand")
 

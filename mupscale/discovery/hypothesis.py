@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,38 +10,15 @@ from torch import Tensor, nn
 from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
 from mupscale.text_tables import starred
 from mupscale.widening import modules
-from mupscale.widening.axes import Layout, Piece, centre_, duplicate_, evenly, narrow_length, whole_factor, wide_length
+from mupscale.widening.axes import Axis, Layout, Piece, centre_, evenly, narrow_length, wide_length
+from mupscale.widening.growth import Growth
 from mupscale.widening.pairing import Pairing, Use
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.table import Side, scale_of_axis
+from mupscale.widening.table import Side
+from mupscale.widening.write import widen_
 
-Axis = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """How one tensor is duplicated, and its factor; with an offset c, the factor multiplies c + w."""
-
-    layouts: tuple[Layout, ...]
-    sides: tuple[Side, ...]
-    unit: float = 1.0
-    offset: float = 0.0
-
-    def with_layout(self, axis: int, layout: Layout) -> "Assumed":
-        return replace(self, layouts=tuple(layout if i == axis else old for i, old in enumerate(self.layouts)))
-
-    def by_piece(self, column: Literal["weight", "gradient"]) -> list[list[float]]:
-        """What the entries of each piece of each axis are multiplied by, without the factor."""
-        return [
-            [getattr(scale_of_axis(side or "out", piece.factor, whole_factor(layout)), column) for piece in layout]
-            for layout, side in zip(self.layouts, self.sides, strict=True)
-        ]
-
-    @property
-    def copies(self) -> float:
-        """By how much the number of entries grows."""
-        narrow = math.prod(narrow_length(layout) for layout in self.layouts)
-        return math.prod(wide_length(layout) for layout in self.layouts) / max(narrow, 1)
+Place = tuple[str, int]
+"""The name of a tensor, and one of its axes."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +29,11 @@ class Group:
     """The module's name, with a star for every number; of a module of unknown type, its tensor's and the axis."""
     narrow: int
     wide: int
-    axes: tuple[Axis, ...]
+    axes: tuple[Place, ...]
+
+
+State = tuple[dict[str, Growth], frozenset[Place]]
+"""What is assumed, and which layouts were chosen."""
 
 
 class Hypothesis:
@@ -69,50 +49,56 @@ class Hypothesis:
             for attribute in non_persistent_buffers(module)
         }
         self.buffers = {name: (a, b) for name, a, b in self.pairing.buffers if name not in own}
-        self.assumed: dict[str, Assumed] = {}
-        self.pinned: frozenset[Axis] = frozenset()
+        self.assumed: dict[str, Growth] = {}
+        self.pinned: frozenset[Place] = frozenset()
         """Axes whose layout was chosen; those of others follow from what their module reads."""
         for use in self.pairing.uses:
-            self.assumed[use.name] = Assumed(_first_layouts(use.narrow_shape, use.wide_shape), first_sides(use))
+            shapes = use.narrow_shape, use.wide_shape
+            axes = tuple(map(Axis, _first_layouts(*shapes), first_sides(use)))
+            self.assumed[use.name] = Growth(use.names, *shapes, "weight", axes)
         for name, (before, after) in self.buffers.items():
             shapes = tuple(before.shape), tuple(after.shape)
-            self.assumed[name] = Assumed(_first_layouts(*shapes), (None,) * before.ndim)
-        self._written: dict[str, Assumed] = {}
+            self.assumed[name] = Growth((name,), *shapes, "buffer", tuple(map(Axis, _first_layouts(*shapes))))
+        self._written: dict[str, Growth] = {}
         self._wide = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
         self.groups = list(self._groups())
 
-    def state(self) -> tuple[dict[str, Assumed], frozenset[Axis]]:
+    def state(self) -> State:
         return dict(self.assumed), self.pinned
 
-    def restore(self, state: tuple[dict[str, Assumed], frozenset[Axis]]) -> None:
+    def restore(self, state: State) -> None:
         self.assumed, self.pinned = dict(state[0]), state[1]
 
     def assume(self, plan: Plan) -> None:
         """Everything as a plan has it."""
         for name, entry in {**plan.parameters, **plan.buffers}.items():
             if name in self.assumed:
-                sides = entry.sides
-                self.assumed[name] = Assumed(entry.layouts, sides, entry.rescale, entry.offset)
-                self.pinned |= {(name, axis) for axis in range(len(sides))}
+                self.assumed[name] = entry
+                self.pinned |= {(name, axis) for axis in range(len(entry.axes))}
 
     def choose(self, group: Group, layout: Layout) -> None:
         for name, axis in group.axes:
-            self.assumed[name] = self.assumed[name].with_layout(axis, layout)
+            self._lay_out(name, axis, layout)
         self.pinned |= set(group.axes)
 
     def follow(self, name: str, axis: int, layout: Layout) -> None:
         """An axis gets the layout of what its module reads, unless one was chosen for it."""
         if (name, axis) not in self.pinned and self.assumed[name].layouts[axis] != layout:
-            self.assumed[name] = self.assumed[name].with_layout(axis, layout)
+            self._lay_out(name, axis, layout)
+
+    def _lay_out(self, name: str, axis: int, layout: Layout) -> None:
+        axes = list(self.assumed[name].axes)
+        axes[axis] = axes[axis]._replace(pieces=layout)
+        self.assumed[name] = replace(self.assumed[name], axes=tuple(axes))
 
     def turn(self, name: str, sides: tuple[Side, ...]) -> None:
         """Gives the axes of a parameter other sides."""
-        self.assumed[name] = replace(self.assumed[name], sides=sides)
+        self.assumed[name] = replace(self.assumed[name], axes=tuple(map(Axis, self.assumed[name].layouts, sides)))
 
     def scale(self, name: str, unit: float, offset: float = 0.0) -> None:
         """Multiplies a tensor, or offset + tensor, by a further number."""
         old = self.assumed[name]
-        self.assumed[name] = replace(old, unit=old.unit * unit, offset=offset or old.offset)
+        self.assumed[name] = replace(old, rescale=old.rescale * unit, offset=offset or old.offset)
 
     @torch.no_grad()
     def write(self, names: Iterable[str] | None = None) -> None:
@@ -122,11 +108,7 @@ class Hypothesis:
             if self._written.get(name) == assumed:
                 continue
             source = self.uses[name].narrow if name in self.uses else self.buffers[name][0]
-            target = self._wide[name]
-            source = source + assumed.offset if assumed.offset else source
-            duplicate_(target, source, assumed.layouts, assumed.by_piece("weight"), assumed.unit)
-            if assumed.offset:
-                target.sub_(assumed.offset)
+            widen_(self._wide[name], source, assumed)
             self._written[name] = assumed
 
     def write_again(self, names: Iterable[str]) -> None:
@@ -148,15 +130,6 @@ class Hypothesis:
             target.add_(noise, alpha=0.3 * float(target.abs().square().mean().sqrt()))
             self._written.pop(name, None)
 
-    def weight_scale(self, name: str) -> float:
-        """What the entries of a parameter are multiplied by, where all of them are multiplied alike."""
-        assumed = self.assumed[name]
-        answer = assumed.unit
-        for layout, side in zip(assumed.layouts, assumed.sides, strict=True):
-            if side == "in":
-                answer /= max(piece.factor for piece in layout)
-        return answer
-
     def planned(self) -> dict[tuple[int, int], list[Layout]]:
         """The layouts of the axes that grow, by their sizes, the first guess before others."""
         found: dict[tuple[int, int], dict[Layout, None]] = {}
@@ -174,8 +147,8 @@ class Hypothesis:
         return [first[f"{module}.{attribute}".removeprefix(".")] for attribute, _ in held]
 
     def _groups(self) -> Iterator[Group]:
-        found: dict[tuple[str, int, int], list[Axis]] = {}
-        read: dict[tuple[str, int, int], list[Axis]] = {}
+        found: dict[tuple[str, int, int], list[Place]] = {}
+        read: dict[tuple[str, int, int], list[Place]] = {}
         for name in (*self.uses, *self.buffers):
             use = self.uses.get(name)
             shapes = (
@@ -196,6 +169,11 @@ class Hypothesis:
                 found.setdefault((key, n, w), []).append((name, axis))
         for (key, n, w), axes in {**found, **read}.items():
             yield Group(key, n, w, tuple(axes))
+
+
+def entries_grow_by(growth: Growth) -> float:
+    """By how much the number of entries grows."""
+    return math.prod(growth.wide_shape) / max(math.prod(growth.narrow_shape), 1)
 
 
 def _follows(use: Use, axis: int) -> bool:
