@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.comparison import relative_error, widened_gradient
+from mupscale.checks.comparison import gradient_errors, relative_error, size_of
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, match, planned_layouts
 from mupscale.checks.recording import (
@@ -300,7 +300,7 @@ class _Check:
         largest = _largest(gradients)
         of_gradients = max(
             (
-                relative_error(self.reference.gradients[name].to(high), high, max(_size(high), 1e-2 * largest))
+                relative_error(self.reference.gradients[name].to(high), high, max(size_of(high), 1e-2 * largest))
                 for name, high in gradients.items()
             ),
             default=0.0,
@@ -346,15 +346,7 @@ class _Check:
 
     def _compare_gradients(self, narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], outputs: float) -> float:
         largest = _largest(narrow)
-        errors = {}
-        for name, entry in self.plan.parameters.items():
-            if entry.inserted or (entry.origin not in narrow and name not in wide):
-                continue
-            before = narrow[entry.origin] if entry.origin in narrow else wide[name].new_zeros(entry.narrow_shape)
-            wanted = widened_gradient(entry, before)
-            after = wide[name].to(wanted.device) if name in wide else torch.zeros_like(wanted)
-            size = max(_size(wanted), self.tolerance.least * largest * entry.scale.gradient, 1e-300)
-            errors[name] = relative_error(after, wanted, size)
+        errors = gradient_errors(self.plan.parameters, narrow, wide, self.tolerance.least)
         worst = max(errors.values(), default=0.0)
         bad = [name for name, error in errors.items() if not error <= self.tolerance.gradients]
         if bad:  # the last one is nearest to the outputs
@@ -445,7 +437,7 @@ class _Check:
                     notes.append(f"the buffer {name!r} has another shape after a step in training mode: not compared")
                     continue
                 wanted = duplicate(before, entry.layouts).to(after.device)
-                if not relative_error(after, wanted, max(_size(wanted), 1e-30)) <= self.tolerance.gradients:
+                if not relative_error(after, wanted, max(size_of(wanted), 1e-30)) <= self.tolerance.gradients:
                     notes.append(f"in training mode the statistic {name!r} becomes another one")
         return tuple(notes)
 
@@ -531,19 +523,11 @@ def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def _largest(gradients: Mapping[str, Tensor]) -> float:
-    return max((_size(gradient) for gradient in gradients.values()), default=0.0)
-
-
-def _size(tensor: Tensor) -> float:
-    """The largest number, apart from fill values of masks."""
-    if not tensor.numel():
-        return 0.0
-    sizes = tensor.detach().abs()
-    return float(sizes.masked_fill(~(sizes < MASKED), 0.0).max())
+    return max((size_of(gradient) for gradient in gradients.values()), default=0.0)
 
 
 def _error(value: Tensor, wanted: Tensor) -> float:
-    return relative_error(value, wanted.to(value), max(_size(wanted), 1e-30))
+    return relative_error(value, wanted.to(value), max(size_of(wanted), 1e-30))
 
 
 def _shown(error: Exception) -> str:

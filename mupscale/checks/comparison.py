@@ -1,7 +1,7 @@
 """Compares the training steps of a narrow and a wide model, and remembers what differs first."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.matching import Match, candidates, match, planned_layouts
+from mupscale.checks.matching import MASKED, Match, candidates, match, planned_layouts
 from mupscale.checks.recording import Call
 from mupscale.widening.axes import duplicate
 from mupscale.widening.growth import Growth
@@ -120,21 +120,7 @@ class Comparison:
         self.blame(parent, f"what it computes before {inner!r} drifts by {given:.1e}", is_inexact=is_inexact)
 
     def gradients(self, narrow: nn.Module, wide: nn.Module, order: dict[str, int]) -> None:
-        targets = dict(wide.named_parameters())
-        rows, largest = [], 0.0
-        for name, source in narrow.named_parameters():
-            if (source.grad is None) != (targets[name].grad is None):
-                rows.append((name, math.inf, 0.0))
-            elif source.grad is not None:
-                entry = self.plan.parameters[name]
-                wanted = widened_gradient(entry, _dense(source.grad))
-                size = float(_dense(source.grad).abs().max()) if source.numel() else 0.0
-                error = float((_dense(targets[name].grad) - wanted).abs().max())
-                rows.append((name, error / entry.scale.gradient, size))
-                largest = max(largest, size)
-        # a gradient that vanishes by symmetry (a bias before BatchNorm, of a key) is rounding noise: measure it by the
-        # others
-        drifts = {name: error / max(size, 1e-4 * largest, 1e-300) for name, error, size in rows}
+        drifts = gradient_errors(self.plan.parameters, *map(gradients_of, (narrow, wide)), least=1e-4)
         bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * GRADIENT_MULTIPLE]
         self.gradient_drift = worst_of(self.gradient_drift, *drifts.values())
         if bad:  # the fault is nearest to the loss: everything before it inherits a wrong gradient
@@ -259,11 +245,40 @@ class Comparison:
         return n == w or (n, w) in self.planned or (n > 0 and (w % n == 0 or Fraction(w, n) in self.fractions))
 
 
-def widened_gradient(growth: Growth, source: Tensor) -> Tensor:
-    """The gradient that Table 1 wants of the wide parameter, from that of the narrow one."""
-    target = source.new_empty(growth.wide_shape)
-    widen_gradient_(target, source, growth)
-    return target
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of the parameters that have one, by name."""
+    found = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in found.items()}
+
+
+def gradient_errors(
+    growths: Mapping[str, Growth], narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], least: float
+) -> dict[str, float]:
+    """How far each wide gradient is from that of Table 1, in units of its largest entry; those of new layers left out.
+
+    One that vanishes by symmetry (of a bias before BatchNorm, of a key) is rounding, and is measured by the share
+    `least` of the largest gradient.
+    """
+    largest = max((size_of(gradient) for gradient in narrow.values()), default=0.0)
+    errors = {}
+    for name, growth in growths.items():
+        if growth.inserted or (growth.origin not in narrow and name not in wide):
+            continue
+        before = narrow[growth.origin] if growth.origin in narrow else wide[name].new_zeros(growth.narrow_shape)
+        wanted = before.new_empty(growth.wide_shape)
+        widen_gradient_(wanted, before, growth)
+        after = wide[name].to(wanted.device) if name in wide else torch.zeros_like(wanted)
+        size = max(size_of(wanted), least * largest * growth.scale.gradient, 1e-300)
+        errors[name] = relative_error(after, wanted, size)
+    return errors
+
+
+def size_of(tensor: Tensor) -> float:
+    """The largest number, apart from fill values of masks."""
+    if not tensor.numel():
+        return 0.0
+    sizes = tensor.detach().abs()
+    return float(sizes.masked_fill(~(sizes < MASKED), 0.0).max())
 
 
 def _is_normalised(narrow: Tensor, wide: Tensor) -> bool:
@@ -285,8 +300,3 @@ def relative_error(value: Tensor, wanted: Tensor, size: float) -> float:
 
 def worst_of(*drifts: float) -> float:
     return max((math.inf if math.isnan(drift) else drift for drift in drifts), default=0.0)
-
-
-def _dense(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_dense() if tensor.is_sparse else tensor

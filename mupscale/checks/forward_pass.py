@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mupscale._torch import is_under_transform, tree_map
+from mupscale.checks.comparison import gradients_of
 from mupscale.checks.matching import MASKED, Match
 from mupscale.checks.recording import leaves_of, real_floats, seed_generators
 from mupscale.widening.axes import duplicate_, narrow_length
@@ -240,6 +241,6 @@ def named_gradients(model: nn.Module, total: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     if total.requires_grad:
         total.backward()
-    found = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    found = gradients_of(model)
     model.zero_grad()
-    return {name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in found.items()}
+    return found

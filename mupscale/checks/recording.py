@@ -21,8 +21,6 @@ from mupscale.widening.modules import dropout_of
 from mupscale.widening.stepping import restore_infshapes
 from mupscale.widening.write import is_inexact
 
-_SIMPLE = (Tensor, int, float, complex, str, bytes, type(None))
-
 
 def leaves_of(values: Any, around: frozenset[int] = frozenset()) -> Iterator[Any]:
     """What a structure holds at any depth; `around` are the ids of what contains it, as it may contain itself."""
@@ -54,11 +52,6 @@ def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
         return answer
 
     return tree_map(mapped, values)
-
-
-def unknown_kinds(values: Any) -> list[str]:
-    """The classes of leaves that are neither tensors nor simple values, and so may hold tensors."""
-    return sorted({type(leaf).__name__ for leaf in leaves_of(values) if not isinstance(leaf, _SIMPLE)})
 
 
 def _is_instance_of_a_dataclass(value: Any) -> bool:
@@ -329,25 +322,6 @@ def _not_copied(model: nn.Module) -> dict[int, Any]:
     return answer
 
 
-class Batches:
-    """Batches by index, in float64, over and over; read from the iterable only as far as needed."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._source = iter(batches)
-        self._seen: list[Any] = []
-        self._ended = False
-
-    def __getitem__(self, index: int) -> Any:
-        while not self._ended and index >= len(self._seen):
-            try:
-                self._seen.append(map_leaves(to_float64, next(self._source)))
-            except StopIteration:
-                self._ended = True
-        if not self._seen:
-            raise UserError("verify: batches is empty")
-        return self._seen[index % len(self._seen)]
-
-
 class _LowPrecisionWatch(TorchDispatchMode):
     """Notices an operation on the way from the weights to the loss that rounds float64 to fewer digits."""
 
@@ -385,15 +359,9 @@ def loss_in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, 
         message = one_line(error)
         if not any(word in message for word in ("Double", "float64", "dtype", "data type", "scalar type")):
             raise
-        strangers = unknown_kinds(batch)
-        if strangers:
-            raise UserError(
-                f"verify: batches hold objects of class {', '.join(strangers)}, whose tensors verify cannot convert to "
-                f"float64 ({message}). Give tensors in tuples, dictionaries or dataclasses, and make the object in loss"
-            ) from error
         raise UserError(
-            f"verify: the model does not compute in float64 ({message}). Give it an implementation that does, or make "
-            "its tensors of the dtype of its inputs"
+            f"verify: the model does not compute in float64 ({message}). Give it an implementation that does, make its "
+            "tensors of the dtype of its inputs, and give batches as tensors in tuples, dictionaries or dataclasses"
         ) from error
 
 

@@ -2,22 +2,24 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.base_shapes import clip_grad_norm_
-from mupscale.checks.comparison import GRADIENT_MULTIPLE, LOSS_DIVISOR, Comparison, worst_of
+from mupscale.checks.comparison import GRADIENT_MULTIPLE, LOSS_DIVISOR, Comparison, gradients_of, worst_of
 from mupscale.checks.recording import (
-    Batches,
     Recorder,
     computes_in_float32,
     copied,
     generators_kept,
     loss_in_float64,
+    map_leaves,
     seed_generators,
     steps_in_float32,
+    to_float64,
 )
 from mupscale.errors import (
     UserError,
@@ -184,8 +186,11 @@ def verify(
     for name, value in (("clip", clip), ("tolerance", tolerance)):
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)
-    settings = optimizer, Batches(batches), loss, steps, clip, hints, tolerance, watch
     with generators_kept():
+        read = [map_leaves(to_float64, batch) for batch in islice(batches, WARM_UP + steps)]
+        if not read:
+            raise UserError("verify: batches is empty")
+        settings = optimizer, read, loss, steps, clip, hints, tolerance, watch
         verdict = _verify(narrow, wide, *settings)
         dropout = tuple(name for name, module in narrow.named_modules() if module.training and dropout_of(module))
         if verdict.passed or not dropout:
@@ -204,7 +209,7 @@ def _verify(
     narrow: nn.Module,
     wide: nn.Module,
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]],
-    batches: Batches,
+    batches: Sequence[Any],
     loss: Callable[[nn.Module, Any], Tensor],
     steps: int,
     clip: float | None,
@@ -223,7 +228,7 @@ def _verify(
         )
         tolerance = TOLERANCE_FLOAT32 if rounds else TOLERANCE
     for step in range(WARM_UP):
-        _backward(narrow, batches[step], loss, step)
+        _backward(narrow, batches[step % len(batches)], loss, step)
         _flush(narrow, _vanishing(narrow))
         _step(narrow, narrow_opts, clip)
     report = grow(narrow, wide, narrow_opts, hints=hints)
@@ -233,7 +238,7 @@ def _verify(
     drifts = comparison.buffer_drifts(narrow, wide)
     comparison.tracked = [name for name, drift in drifts.items() if drift <= tolerance]
     for step in range(steps):
-        batch = batches[WARM_UP + step]
+        batch = batches[(WARM_UP + step) % len(batches)]
         comparison.step = step
         with Recorder(narrow) as before:
             narrow_loss = _backward(narrow, batch, loss, step)
@@ -242,8 +247,10 @@ def _verify(
         comparison.activations(before.calls, after.calls)
         comparison.loss(narrow_loss, wide_loss)
         comparison.gradients(narrow, wide, before.order())
-        gradients = [p.grad for p in comparison.tested(narrow).values() if p.grad is not None]
-        comparison.has_gradient |= any(bool((g.to_dense() if g.is_sparse else g).any()) for g in gradients)
+        gradients = gradients_of(narrow)
+        comparison.has_gradient |= any(
+            bool(gradients[name].any()) for name in comparison.tested(narrow).keys() & gradients.keys()
+        )
         vanishing = _vanishing(narrow)
         _flush(narrow, vanishing)
         _flush(wide, {name: duplicate(mask, report.plan.parameters[name].layouts) for name, mask in vanishing.items()})

@@ -6,14 +6,16 @@ from itertools import combinations, islice
 import torch
 from torch import Tensor, nn
 
+from mupscale.checks.comparison import gradient_errors
 from mupscale.checks.matching import match
 from mupscale.checks.recording import buffers_kept, training_mode
 from mupscale.discovery.changes import Change, Proposals, pairs
-from mupscale.discovery.hypothesis import Assumed, Axis, Hypothesis, is_known
+from mupscale.discovery.hypothesis import Hypothesis, State, is_known
 from mupscale.discovery.passes import Call, Outcome, Recording, agrees, compare, gradients, paired, returned
 from mupscale.errors import UserError
 from mupscale.text_tables import Watch, starred, unwatched
-from mupscale.widening.axes import duplicate_, is_mixed
+from mupscale.widening.axes import is_mixed
+from mupscale.widening.growth import Growth
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.table import Side
 
@@ -22,8 +24,6 @@ MOST_PASSES = 1500
 
 MOST_BRANCHES = 4
 """How many of the changes that help are followed up."""
-
-State = tuple[dict[str, Assumed], frozenset[Axis]]
 
 
 class Search:
@@ -177,22 +177,9 @@ class Search:
                     "discover: what call(model) returns has no gradient with respect to a parameter that grows, so "
                     "nothing can be tested. Let it return what the model computes, with its graph"
                 )
-        before = self._gradients
         after = gradients(self.hypothesis.wide, self.call, outcome.matches[-1])
-        largest = max((float(gradient.abs().max()) for gradient in before.values() if gradient.numel()), default=0.0)
-        answer = []
-        for name in reversed([*before]):
-            assumed = self.hypothesis.assumed[name]
-            wanted = before[name].new_empty(self.hypothesis.uses[name].wide_shape)
-            duplicate_(wanted, before[name], assumed.layouts, assumed.by_piece("gradient"), 1 / assumed.unit)
-            found = after.get(name)
-            if found is None:
-                answer.append(name)
-            elif wanted.numel():
-                size = max(float(wanted.abs().max()), 1e-4 * largest)
-                if not float((found - wanted).abs().max()) <= 100 * self.tolerance * size:
-                    answer.append(name)
-        return answer
+        errors = gradient_errors(self.hypothesis.assumed, self._gradients, after, least=1e-4)
+        return [name for name in reversed([*self._gradients]) if not errors[name] <= 100 * self.tolerance]
 
     def has_fractions(self) -> bool:
         """Whether an axis grows by a factor that is not whole."""
@@ -325,7 +312,7 @@ def _turnable(hypothesis: Hypothesis) -> Iterator[Names]:
     yield from map(tuple, found.values())
 
 
-def _is_symmetric(assumed: Assumed, axes: Sequence[int]) -> bool:
+def _is_symmetric(assumed: Growth, axes: Sequence[int]) -> bool:
     layouts = [assumed.layouts[axis] for axis in axes]
     factors = {layout[0].factor for layout in layouts}
     one_of_each = {assumed.sides[axis] for axis in axes} == {"in", "out"}
