@@ -248,7 +248,9 @@ def refuse_shared_rates(
         entries = [entry for entry in growth.parameters.values() if entry.origin in group_of]
         try:
             factors = {rule.scale(group_of[entry.origin], rates_of(entry)).lr for entry in entries}
-            refuse_one_rate_for_all(scheduler, factors)
+            schedule = f"configure_optimizers: {type(scheduler).__name__}"
+            remedy = "Use a schedule relative to each group's rate: eta_min = 0, LambdaLR or LinearLR"
+            refuse_one_rate_for_all(scheduler.state_dict(), factors, schedule, remedy)
         except UserError as error:
             raise UserError(f"{type(module).__name__}.{error}") from error
 

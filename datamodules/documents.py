@@ -5,7 +5,7 @@ import hashlib
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mupscale.data_files import json_of, what_is_wrong
 from mupscale.errors import UserError, needs_extra, one_line
@@ -28,22 +28,6 @@ Batches = Generator[tuple[list[str], Position], None, None]
 
 class Unusable(UserError):
     """The source cannot be prepared until the user changes it or the options."""
-
-
-class Source(Protocol):
-    """Documents to prepare, in a fixed order."""
-
-    def described(self) -> dict[str, Any]:
-        """The options that determine the documents, under the names of the command's options."""
-
-    def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
-        """Fixes what must not change, such as a revision; a continued preparation passes what it `recorded`."""
-
-    def batches(self, position: Position) -> Batches:
-        """Documents from a position on, each batch with the position after it."""
-
-    def progress(self, position: Position) -> tuple[int, int] | None:
-        """The bytes before a position and the bytes in all, or None if they are unknown."""
 
 
 class TextFiles:
@@ -73,6 +57,7 @@ class TextFiles:
         return ", ".join(names)
 
     def described(self) -> dict[str, Any]:
+        """The options that determine the documents, under the names of the command's options."""
         files = [
             {"name": file.name, "bytes": size, "sha256": sha256(file)}
             for file, size in zip(self.files, self._sizes, strict=True)
@@ -80,9 +65,11 @@ class TextFiles:
         return {"source": "text", "files": files, "separator": self.separator}
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
+        """Fixes what must not change, such as a revision; a continued preparation passes what it `recorded`."""
         return {}
 
     def batches(self, position: Position) -> Batches:
+        """Documents from a position on, each batch with the position after it."""
         first, begin = position or (0, 0)
         batch: list[str] = []
         size = 0
@@ -98,6 +85,7 @@ class TextFiles:
             yield batch, (len(self.files), 0)
 
     def progress(self, position: Position) -> tuple[int, int]:
+        """The bytes before a position and the bytes in all; None of a source that does not know them."""
         number, offset = position or (0, 0)
         in_bytes = False
         if number < len(self.files):
@@ -194,6 +182,10 @@ class FineWebEdu:
 
     def progress(self, position: Position) -> None:
         return None
+
+
+Source = TextFiles | FineWebEdu
+"""Documents to prepare, in a fixed order."""
 
 
 def out_of_reach(subset: str, error: Exception) -> ConnectionError:

@@ -1,7 +1,7 @@
 """Learning-rate schedules relative to the base rate of each group, and schedules of any kind across an upscale."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -176,27 +176,14 @@ def spread_schedule_(scheduler: Any, sources: Sequence[Source]) -> None:
         setattr(scheduler, LEAST_RATE, getattr(scheduler, LEAST_RATE) * factors.pop())
 
 
-def refuse_one_rate_for_all(scheduler: Any, factors: Iterable[float]) -> None:
-    """Raises a UserError for a least rate that all groups share, if their rates are multiplied by other factors."""
-    for part in inner_schedulers(scheduler):
-        refuse_one_rate_for_all(part, factors)
-    least = float(getattr(scheduler, LEAST_RATE, 0.0) or 0.0)
-    if least != 0 and len(set(factors)) > 1:
-        raise UserError(
-            f"configure_optimizers: {type(scheduler).__name__} has one absolute rate for all groups ({LEAST_RATE} = "
-            f"{least:g}), but their rates grow by different factors. Use a schedule relative to each group's rate: "
-            f"{LEAST_RATE} = 0, LambdaLR or LinearLR"
-        )
-
-
-def refuse_one_rate_in_state(state: dict[str, Any], sources: Sequence[Source]) -> None:
-    """Raises a UserError for a scheduler's state_dict with one least rate for all groups, if it cannot continue."""
+def refuse_one_rate_for_all(state: dict[str, Any], factors: Collection[float], schedule: str, remedy: str) -> None:
+    """Raises a UserError for a state_dict with a least rate that all groups share, if their factors differ."""
     for part in state.get("_schedulers", ()):
-        refuse_one_rate_in_state(part, sources)
-    if state.get(LEAST_RATE) and len({source.factor for source in sources}) > 1:
+        refuse_one_rate_for_all(part, factors, schedule, remedy)
+    if state.get(LEAST_RATE) and len(set(factors)) > 1:
         raise UserError(
-            f"a schedule of the checkpoint has one absolute rate for all groups ({LEAST_RATE} = "
-            f"{state[LEAST_RATE]:g}), but their rates grow by different factors. --no-optimizer leaves it out"
+            f"{schedule} has one absolute rate for all groups ({LEAST_RATE} = {state[LEAST_RATE]:g}), but their rates "
+            f"grow by different factors. {remedy}"
         )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.base_shapes import clip_grad_norm_
-from mupscale.checks.recording import Recorder, buffers_kept
+from mupscale.checks.recording import buffers_kept, recorded
 from mupscale.errors import (
     UserError,
     refuse_unless_callable,
@@ -393,13 +393,13 @@ class _Training:
         def wanted(module: nn.Module) -> bool:
             return id(module) in layers or any(True for _ in module.parameters(recurse=False))
 
-        with buffers_kept(net), torch.random.fork_rng(), Recorder(net, wanted=wanted) as recorder:
+        with buffers_kept(net), torch.random.fork_rng(), recorded(net, wanted) as calls:
             torch.manual_seed(0)  # dropout must not count as an update
             self.loss(net, self.batches[0])
         outputs: dict[str, list[Tensor]] = {}
-        for call in recorder.calls:
+        for call in calls:
             outputs.setdefault(_pooled(call.name or NETWORK, self.lists), []).extend(call.outputs)
-        for name, module in recorder.modules.items():
+        for name, module in net.named_modules():
             if isinstance(module, Readout) and name not in outputs:
                 # it was fused with the loss, and read what its neighbour put out
                 beside = [other for other in outputs if other.rpartition(".")[0] == name.rpartition(".")[0]]

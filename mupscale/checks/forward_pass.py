@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from mupscale._torch import is_under_transform, tree_map
 from mupscale.checks.comparison import gradients_of
 from mupscale.checks.matching import MASKED, Match
-from mupscale.checks.recording import leaves_of, real_floats, seed_generators
+from mupscale.checks.recording import hooked, leaves_of, real_floats, seed_generators
 from mupscale.widening.axes import duplicate_, narrow_length
 
 Operation = Callable[[Callable[..., Any], tuple[Any, ...], Any], None]
@@ -152,33 +152,23 @@ def watched(
     mode = Precision(made, ran, device, dtype)
     outputs: list[Tensor] = []
 
-    def begins(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            with mode.paused():
-                note(name, "begins", (args, kwargs))
+    def begins(name: str, given: Any) -> None:
+        with mode.paused():
+            note(name, "begins", given)
 
-        return hook
+    def ends(name: str, output: Any) -> None:
+        if not name:
+            outputs[:] = tensors_of(output)
+        with mode.paused():
+            note(name, "ends", output)
 
-    def ends(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not name:
-                outputs[:] = tensors_of(output)
-            with mode.paused():
-                note(name, "ends", output)
-
-        return hook
-
-    handles = [model.register_forward_pre_hook(_converter(mode, dtype, vary), with_kwargs=True)]
+    handle = model.register_forward_pre_hook(_converter(mode, dtype, vary), with_kwargs=True)
     try:
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(begins(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(ends(name)))
         seed_generators(seed)
-        with _not_compiled(), mode:
+        with hooked(dict(model.named_modules()), begins, ends), _not_compiled(), mode:
             result = call(model)
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
     return outputs, result
 
 

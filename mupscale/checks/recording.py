@@ -7,6 +7,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -69,42 +70,45 @@ class Call:
     """Whether no recorded module made this call."""
 
 
-class Recorder:
-    """Records inputs and outputs of modules, or of those `wanted`, in the order of their ends; no parametrizations."""
+@contextmanager
+def hooked(
+    modules: Mapping[str, nn.Module], begins: Callable[[str, Any], None], ends: Callable[[str, Any], None]
+) -> Iterator[None]:
+    """Calls `begins` with the name and the (args, kwargs) of each call of a module, `ends` with what it returns."""
 
-    def __init__(self, model: nn.Module, wanted: Callable[[nn.Module], bool] = lambda module: True) -> None:
-        self.modules = {
-            name: module
-            for name, module in model.named_modules()
-            if wanted(module) and "parametrizations" not in name.split(".")
-        }
-        self.calls: list[Call] = []
-        self._handles: list[Any] = []
-        self._inputs: list[list[Tensor]] = []
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        begins(name, (args, kwargs))
 
-    def __enter__(self) -> "Recorder":
-        for name, module in self.modules.items():
-            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after(name)))
-        return self
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        ends(name, output)
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+    handles: list[Any] = []
+    try:
+        for name, module in modules.items():
+            handles.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(after, name)))
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
 
-    def order(self) -> dict[str, int]:
-        """The place of each module's last call."""
-        return {call.name: index for index, call in enumerate(self.calls)}
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._inputs.append(float_copies((args, kwargs)))
+@contextmanager
+def recorded(model: nn.Module, wanted: Callable[[nn.Module], bool] = lambda module: True) -> Iterator[list[Call]]:
+    """The calls of modules, or of those `wanted`, in the order of their ends; no parametrizations."""
+    found = {name: module for name, module in model.named_modules() if wanted(module)}
+    calls: list[Call] = []
+    begun: list[list[Tensor]] = []
 
-    def _after(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            inputs = self._inputs.pop()
-            self.calls.append(Call(name, inputs, float_copies(output), is_outermost=not self._inputs))
+    def begins(name: str, given: Any) -> None:
+        begun.append(float_copies(given))
 
-        return hook
+    def ends(name: str, output: Any) -> None:
+        inputs = begun.pop()
+        calls.append(Call(name, inputs, float_copies(output), is_outermost=not begun))
+
+    with hooked({name: found[name] for name in found if "parametrizations" not in name.split(".")}, begins, ends):
+        yield calls
 
 
 def float_copies(values: Any) -> list[Tensor]:

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from mupscale.base_shapes import clip_grad_norm_
 from mupscale.checks.comparison import GRADIENT_MULTIPLE, LOSS_DIVISOR, Comparison, gradients_of, worst_of
 from mupscale.checks.recording import (
-    Recorder,
     computes_in_float32,
     copied,
     generators_kept,
     loss_in_float64,
     map_leaves,
+    recorded,
     seed_generators,
     steps_in_float32,
     to_float64,
@@ -240,13 +240,13 @@ def _verify(
     for step in range(steps):
         batch = batches[(WARM_UP + step) % len(batches)]
         comparison.step = step
-        with Recorder(narrow) as before:
+        with recorded(narrow) as before:
             narrow_loss = _backward(narrow, batch, loss, step)
-        with Recorder(wide) as after:
+        with recorded(wide) as after:
             wide_loss = _backward(wide, batch, loss, step)
-        comparison.activations(before.calls, after.calls)
+        comparison.activations(before, after)
         comparison.loss(narrow_loss, wide_loss)
-        comparison.gradients(narrow, wide, before.order())
+        comparison.gradients(narrow, wide, {call.name: place for place, call in enumerate(before)})
         gradients = gradients_of(narrow)
         comparison.has_gradient |= any(
             bool(gradients[name].any()) for name in comparison.tested(narrow).keys() & gradients.keys()

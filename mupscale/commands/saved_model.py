@@ -13,7 +13,7 @@ from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed, refuse_other_kinds
-from mupscale.schedules import refuse_one_rate_in_state, rescale_schedule_state
+from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
 from mupscale.widening.groups import SOURCE_GROUP, continued_groups, sources_of
 from mupscale.widening.layers import standing_in
 from mupscale.widening.optimizers import registered_optimizer
@@ -178,7 +178,8 @@ def continue_schedules(
         source_of = sources_of(plan, narrow, before, wide, method.mup_rates)
         sources = [source_of[id(group["params"][0])] for group in after.param_groups]
         try:
-            refuse_one_rate_in_state(state, sources)
+            factors, remedy = [source.factor for source in sources], "--no-optimizer leaves it out"
+            refuse_one_rate_for_all(state, factors, "a schedule of the checkpoint", remedy)
             rescale_schedule_state(state, after.param_groups, sources)
         except UserError:
             raise

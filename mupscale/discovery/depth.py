@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from mupscale._torch import tree_leaves
 from mupscale.checks.forward_pass import Call, Kind, Precision, floats_of, named_gradients, watched, weighted_sum
-from mupscale.checks.recording import copy_to_compare, generators_kept
+from mupscale.checks.recording import copy_to_compare, generators_kept, hooked
 from mupscale.errors import UserError, one_line
 from mupscale.text_tables import starred
 from mupscale.widening.layers import joined
@@ -233,26 +233,19 @@ def _ends(layer: _Layer, values: Mapping[str, float]) -> dict[str, float] | None
 def _last_uses(layer: _Layer) -> tuple[list[str], set[str]]:
     """The parameters in the order of their last use, and those which are gains 1 + w."""
     owners: dict[str, Any] = {}
-
-    def begins(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            owners[name] = _copy_inputs((args, kwargs), layer.module)
-
-        return hook
-
-    handles = [
-        module.register_forward_pre_hook(begins(name), with_kwargs=True)
+    with_vectors = {
+        name: module
         for name, module in layer.module.named_modules()
         if name and any(parameter.ndim == 1 for parameter in module.parameters(recurse=False))
-    ]
+    }
+
+    def begins(name: str, given: Any) -> None:
+        owners[name] = _copy_inputs(given, layer.module)
+
     uses = _LastUse({id(parameter): name for name, parameter in layer.parameters.items()})
-    try:
-        with uses:
-            for _ in layer.outputs():
-                pass
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(with_vectors, begins, lambda name, output: None), uses:
+        for _ in layer.outputs():
+            pass
     gains = {name for owner, inputs in owners.items() for name in _shifted_gains(layer, owner, inputs)}
     return list(uses.order), gains
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from itertools import combinations_with_replacement, product
 from typing import NamedTuple
 
@@ -66,13 +66,7 @@ class Found(Hints):
         unequal lengths, `cuts` is called; it returns where these models cut their axes (`cuts_between`). Raises a
         UserError if this does not determine how a parameter grows.
         """
-        known: list[PairedCut] | None = None
-
-        def all_cuts() -> list[PairedCut]:
-            nonlocal known
-            known = [*cuts()] if known is None else known
-            return known
-
+        all_cuts = cache(cuts)
         targets = {**named_weights(wide), **dict(wide.named_buffers())}
         sources = {**named_weights(narrow), **dict(narrow.named_buffers())}
         alike: dict[str, list[str]] = {}

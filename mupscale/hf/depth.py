@@ -5,7 +5,7 @@ and loaded.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ from mupscale.hf.forward_pass import Call, logits_of
 from mupscale.text_tables import Watch, starred, unwatched
 from mupscale.widening.hints import NO_HINTS, Hints
 from mupscale.widening.inserted import as_identity
-from mupscale.widening.layers import layers_of, source_of, unequal_lists
+from mupscale.widening.layers import layers_of, orders, source_of, unequal_lists
 from mupscale.widening.modules import named_weights
 from mupscale.widening.plan import plan
 
@@ -103,12 +103,18 @@ def find_deepenings(
         raise UserError(f"depth must be {', '.join(get_args(How))}; got {how!r}")
     lists = growing_lists(config, model_class)
     counts = _counts(config, lists, layers)
-    orders = {field: list(_orders(field, numbers_of_layers(config)[field], new, how)) for field, new in counts.items()}
+    numbers = numbers_of_layers(config)
+    for field, new in counts.items():
+        if how != "identity" and new % numbers[field]:
+            raise UserError(
+                f"layers: {how} needs a multiple of {field}={numbers[field]}, got {new}; identity can reach any number"
+            )
     answer = []
     for index, field in enumerate(counts):
         watch(FINDING, index, len(counts))
         wanted = Deepening(field, lists[field], (), how, tuple(lists), {})
-        answer.append(_found(config, model_class, wanted, orders[field], call))
+        tried = [tuple(sources) for sources in orders(numbers[field], counts[field], how)]
+        answer.append(_found(config, model_class, wanted, tried, call))
     return answer
 
 
@@ -151,23 +157,6 @@ def _counts(config: PretrainedConfig, lists: Mapping[str, Any], layers: Counts) 
         if new <= numbers[field]:
             raise UserError(f"layers: {new} is not more than the model has now, {field}={numbers[field]}")
     return dict(layers)
-
-
-def _orders(field: str, old: int, new: int, how: How) -> Iterator[tuple[int, ...]]:
-    """The sources to try: for `identity`, spread evenly, then whole periods, then all new layers at one end."""
-    if how != "identity" and new % old:
-        raise UserError(
-            f"layers: {how} needs a multiple of {field}={old}, got {new}; identity can reach any number of layers"
-        )
-    if how != "stack":
-        yield tuple(number * old // new for number in range(new))
-    for period in range(2, old + 1) if how == "identity" else [old] if how == "stack" else []:
-        if old % period == 0 and new % period == 0:
-            groups = [number * (old // period) // (new // period) for number in range(new // period)]
-            yield tuple(group * period + offset for group in groups for offset in range(period))
-    if how == "identity":
-        yield tuple(min(number, old - 1) for number in range(new))
-        yield tuple(max(number - new + old, 0) for number in range(new))
 
 
 def _found(

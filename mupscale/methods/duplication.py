@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod
-from mupscale.methods.groups import norms_over_width
+from mupscale.methods.by_groups import norms_over_width
 from mupscale.methods.noise import Noise, init_scale, is_noisy, refuse_inert
 from mupscale.widening.axes import copy_index, duplicate_, is_unit_by_unit
 from mupscale.widening.groups import is_nonzero
@@ -153,26 +153,20 @@ class ZeroPadding(GrowthMethod):
     def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         plan = make_plan(narrow, wide, hints=hints)
         own = type(self).__name__
-        in_units = [name for name, entry in plan.parameters.items() if entry.rescale != 1 or entry.offset]
-        if in_units:
-            raise UserError(
-                f"{own}: parameter {in_units[0]!r} has a unit (a factor that is right for duplication only). Use "
-                "Duplication"
-            )
         for name, entry in plan.parameters.items():
-            for axis in entry.fractional_axes:
-                if not is_unit_by_unit(entry.layouts[axis]):
-                    continue
-                n, w = entry.narrow_shape[axis], entry.wide_shape[axis]
+            if entry.rescale != 1 or entry.offset:
                 raise UserError(
-                    f"{own}: axis {axis} of parameter {name!r} does not grow by a whole factor ({n} → {w}). Choose a "
-                    f"multiple of {n}, or use Duplication"
+                    f"{own}: parameter {name!r} has a unit, a factor that is right for duplication only. Use it"
                 )
-        mixed = [name for name, entry in plan.parameters.items() if entry.mixed]
-        if mixed:
-            raise UserError(
-                f"{own}: parameter {mixed[0]!r} is made of pieces that grow by different factors. Use Duplication"
-            )
+            for axis in entry.fractional_axes:
+                if is_unit_by_unit(entry.layouts[axis]):
+                    n, w = entry.narrow_shape[axis], entry.wide_shape[axis]
+                    raise UserError(
+                        f"{own}: axis {axis} of parameter {name!r} does not grow by a whole factor ({n} → {w}). "
+                        f"Choose a multiple of {n}, or use Duplication"
+                    )
+            if entry.mixed:
+                raise UserError(f"{own}: {name!r} is made of pieces that grow by different factors. Use Duplication")
         return plan
 
     def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:

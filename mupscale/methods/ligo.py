@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError, refuse_unless_callable, refuse_unless_iterable, refuse_unless_whole
 from mupscale.methods.base import Claim, GrowthMethod, Loss
-from mupscale.methods.groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
+from mupscale.methods.by_groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
 from mupscale.sharding import is_sharded
 from mupscale.widening.axes import Layout, Piece, duplicate_, narrow_length
 from mupscale.widening.growth import Growth

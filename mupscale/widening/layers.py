@@ -153,23 +153,14 @@ class _List(NamedTuple):
         return [number * self.old // self.new for number in range(self.new)]
 
     def _candidates(self, how: How) -> Iterator[list[int]]:
-        """Sources to try: of the whole list; of runs of like layers; inserted in whole periods, or at the end."""
-        whole = _segment(0, self.old, self.new, how)
-        if whole is not None:
-            yield whole
+        """Sources to try: of the whole list; of runs of like layers."""
+        yield from orders(self.old, self.new, how)
         before, after = _runs(self.before.values()), _runs(self.after.values())
         if len(before) == len(after) > 1:
             starts = accumulate([0, *before[:-1]])
             segments = [_segment(*run, how) for run in zip(starts, before, after, strict=True)]
             if None not in segments:
                 yield [source for segment in segments if segment is not None for source in segment]
-        if how not in ("identity", "random"):
-            return
-        for period in range(2, self.old + 1):
-            if self.old % period == 0 and self.new % period == 0:
-                groups = _segment(0, self.old // period, self.new // period, how) or []
-                yield [group * period + offset for group in groups for offset in range(period)]
-        yield [min(number, self.old - 1) for number in range(self.new)]
 
     def _fits(self, rows: Sequence[Layer]) -> bool:
         """Whether kept layers have the parts of their sources, and new ones are like the kept one of their source."""
@@ -181,6 +172,20 @@ class _List(NamedTuple):
             if not row.is_new and _parts(layer).keys() != _parts(self.before[row.source]).keys():
                 return False
         return True
+
+
+def orders(old: int, new: int, how: How) -> Iterator[list[int]]:
+    """The sources of `new` layers to try: spread evenly, or the stack again; new ones in whole periods, at an end."""
+    whole = _segment(0, old, new, how)
+    if whole is not None:
+        yield whole
+    if how in ("identity", "random") and new >= old:
+        for period in range(2, old + 1):
+            if old % period == 0 and new % period == 0:
+                groups = _segment(0, old // period, new // period, how) or []
+                yield [group * period + offset for group in groups for offset in range(period)]
+        yield [min(number, old - 1) for number in range(new)]
+        yield [max(number - new + old, 0) for number in range(new)]
 
 
 def _segment(start: int, old: int, new: int, how: How) -> list[int] | None:

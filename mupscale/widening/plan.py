@@ -124,12 +124,7 @@ def _buffers(
             axes = tuple(Axis((Piece(n, max(n, 1), 1),)) for n in shapes[0])
             answer[name] = Growth((name,), *shapes, "buffer", axes, kept=True)
             continue
-        if shapes[0] != shapes[1] and source.dtype in (torch.int8, torch.uint8):
-            raise UserError(
-                f"buffer {name!r} {shapes[0]} → {shapes[1]} is quantised ({source.dtype}): its scales lie elsewhere, "
-                "and cannot be widened with it. Take the model as it was before, in floating point"
-            )
-        _refuse_cut_off(name, source, target)
+        _refuse_other_numbers(name, source, target)
         weight = growths.get(f"{name.rpartition('.')[0]}.weight".removeprefix("."))
         given = given_blocks.get(name, {})
         spec = {} if weight is None else _like(weight.layouts, weight.sides, *shapes)
@@ -227,13 +222,7 @@ def _refuse_growth(use: Use, entry: Growth) -> None:
             f"{use.name!r} {use.narrow_shape} → {use.wide_shape} is divided by its norm (weight_norm), and its units "
             "grow by different factors, which changes the norm. Grow this width by a whole factor, or remove the norm"
         )
-    if entry.grows and (use.narrow.is_quantized or use.narrow.dtype in (torch.int8, torch.uint8)):
-        raise UserError(
-            f"{use.name!r} {use.narrow_shape} → {use.wide_shape} is quantised ({use.narrow.dtype}): its scales lie "
-            "elsewhere, and cannot be widened with it. Take the model as it was before, in floating point, and "
-            "quantise the wide one"
-        )
-    _refuse_cut_off(use.name, use.narrow, use.wide)
+    _refuse_other_numbers(use.name, use.narrow, use.wide)
     whole_groups = isinstance(owner, nn.GroupNorm) and all(
         piece.block == modules.channels_of_a_group(owner) for piece in entry.layouts[0]
     )
@@ -244,7 +233,13 @@ def _refuse_growth(use: Use, entry: Growth) -> None:
         )
 
 
-def _refuse_cut_off(name: str, narrow: Tensor, wide: Tensor) -> None:
+def _refuse_other_numbers(name: str, narrow: Tensor, wide: Tensor) -> None:
+    """Raises a UserError for packed numbers that would grow, and for a dtype that would cut values off."""
+    if narrow.shape != wide.shape and (narrow.is_quantized or narrow.dtype in (torch.int8, torch.uint8)):
+        raise UserError(
+            f"{name!r} {tuple(narrow.shape)} → {tuple(wide.shape)} is quantised ({narrow.dtype}): its scales lie "
+            "elsewhere. Take the model as it was before, in floating point, and quantise the wide one"
+        )
     if not torch.can_cast(narrow.dtype, wide.dtype):
         raise UserError(
             f"{name!r} holds {narrow.dtype} in the narrow model and {wide.dtype} in the wide one, which would cut off "

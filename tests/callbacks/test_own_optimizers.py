@@ -114,7 +114,7 @@ def test_a_least_rate_inside_of_other_schedules_grows_with_the_rate_of_all_group
     optimizer = ADAMW([torch.nn.Parameter(torch.zeros(2))])
     parts = [schedules.LinearLR(optimizer), schedules.CosineAnnealingLR(optimizer, 50, eta_min=1e-3)]
     for schedule in (schedules.SequentialLR(optimizer, parts, [5]), schedules.ChainedScheduler(parts)):
-        refuse_one_rate_for_all(schedule, [0.25, 0.25])
+        refuse_one_rate_for_all(schedule.state_dict(), [0.25, 0.25], "it", "")
         state = schedule.state_dict()
         rescale_schedule_state(state, optimizer.param_groups, [Source(0, 0.25)])
         assert state["_schedulers"][1]["eta_min"] == 0.25e-3
