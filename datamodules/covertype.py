@@ -12,14 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mupscale.datamodules.files import (
-    check_digest,
-    reaching,
-    read_npz,
-    shared,
-    temporary_folder,
-    version_of,
-)
+from mupscale.datamodules.files import check_digest, reaching, read_npz, shared, temporary_folder, version_of
 from mupscale.datamodules.resident import TensorData, refuse_unfit_model
 from mupscale.errors import UserError
 

@@ -26,14 +26,7 @@ from mupscale.data_files import json_of, refuse_links
 from mupscale.datamodules.documents import Position, Source, Unusable
 from mupscale.datamodules.token_files import PREPARED, PROGRESS, SPLITS
 from mupscale.datamodules.token_writer import LARGEST_VOCABULARY, TokenWriter
-from mupscale.datamodules.vocabulary import (
-    BYTES,
-    END_OF_TEXT,
-    download_gpt2,
-    encode,
-    load_tokenizer,
-    train_tokenizer,
-)
+from mupscale.datamodules.vocabulary import BYTES, END_OF_TEXT, download_gpt2, encode, load_tokenizer, train_tokenizer
 from mupscale.errors import UserError
 
 if TYPE_CHECKING:

@@ -18,15 +18,9 @@ if TYPE_CHECKING:
     from mupscale.errors import UserError as UserError
     from mupscale.growing.upscale import upscale as upscale
     from mupscale.methods.grow import UpscaleReport as UpscaleReport
-    from mupscale.methods.noise import (
-        AdditiveNoise as AdditiveNoise,
-    )
-    from mupscale.methods.noise import (
-        RecordedNoise as RecordedNoise,
-    )
-    from mupscale.methods.noise import (
-        SignalNoise as SignalNoise,
-    )
+    from mupscale.methods.noise import AdditiveNoise as AdditiveNoise
+    from mupscale.methods.noise import RecordedNoise as RecordedNoise
+    from mupscale.methods.noise import SignalNoise as SignalNoise
     from mupscale.readout import Readout as Readout
     from mupscale.widening.hints import Hints as Hints
     from mupscale.widening.optimizers import register_optimizer as register_optimizer

@@ -17,10 +17,7 @@ COMMANDS = {
     "predict": ("fit", "predict with a checkpoint"),
     "plan": ("plan", "show how a configured model would be widened, parameter by parameter"),
     "verify": ("verify", "check whether a configured model can be widened exactly, and name the layer that cannot"),
-    "coord-check": (
-        "coord_check",
-        "check whether activations and updates keep their scale as the width grows",
-    ),
+    "coord-check": ("coord_check", "check whether activations and updates keep their scale as the width grows"),
     "upscale": ("upscale", "widen a saved checkpoint"),
     "export": ("export", "convert a checkpoint to a folder for transformers' from_pretrained"),
     "sweep": ("sweep", "tune hyperparameters: train with many values of configuration keys, and find the best"),

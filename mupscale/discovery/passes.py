@@ -310,11 +310,7 @@ def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) 
             raise UserError(f"discover: the gradients of this model cannot be computed: {reason}") from error
 
 
-def _run(
-    model: nn.Module,
-    call: Call,
-    *watchers: Any,
-) -> list[Tensor]:
+def _run(model: nn.Module, call: Call, *watchers: Any) -> list[Tensor]:
     """The outputs: what the model's own forward pass returned last, and what else `call` returns."""
     outputs, result = watched(model, call, *watchers)
     further = [tensor for tensor in tensors_of(result) if not any(tensor is output for output in outputs)]

@@ -181,11 +181,7 @@ def _merged(
     return answer
 
 
-_KNOWN_STEPS = (
-    [("MergeModulelist", 0)],
-    [("MergeModulelist", 0), ("Concatenate", 1)],
-    [("Concatenate", 0)],
-)
+_KNOWN_STEPS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)], [("Concatenate", 0)])
 """Experts stacked; two projections of each joined and stacked; projections joined."""
 
 

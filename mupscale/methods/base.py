@@ -86,10 +86,7 @@ class GrowthMethod(ABC):
     """Whether `fit` must run before the weights can be written."""
 
     def __init__(
-        self,
-        state: StateRule | None = None,
-        hyperparameters: Hyperparameters | None = None,
-        rewarm_steps: int = 0,
+        self, state: StateRule | None = None, hyperparameters: Hyperparameters | None = None, rewarm_steps: int = 0
     ) -> None:
         """
         Args:

@@ -13,15 +13,7 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError, refuse_unless_model, refuse_unless_whole, shown
 from mupscale.methods import Duplication, GrowthMethod
-from mupscale.methods.noise import (
-    Constants,
-    Noise,
-    SameNoise,
-    add_noise_,
-    may_overflow,
-    noise_constant,
-    save_constants,
-)
+from mupscale.methods.noise import Constants, Noise, SameNoise, add_noise_, may_overflow, noise_constant, save_constants
 from mupscale.sharding import gathered, own_part, whole
 from mupscale.text_tables import notes_by_layer
 from mupscale.widening.groups import continued_optimizer, off_the_rule

@@ -169,10 +169,7 @@ class LiGO(GrowthMethod):
             mean = torch.zeros_like(rest[: group.units]).index_add_(0, unit, rest) / copies[:, None]
             rest = (rest - mean[unit]) / copies[unit, None] * (_JITTER / math.sqrt(group.units))
             dtype = torch.promote_types(like.dtype, torch.float32)
-            answer[group.name] = {
-                "out": out.to(like.device, dtype),
-                "in": (out / copies + rest).to(like.device, dtype),
-            }
+            answer[group.name] = {"out": out.to(like.device, dtype), "in": (out / copies + rest).to(like.device, dtype)}
         return answer
 
     def _duplicated(self, source: Tensor, entry: Growth) -> Tensor:

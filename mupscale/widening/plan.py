@@ -295,10 +295,7 @@ def _layouts(
 
 
 def _inherited(
-    pairing: Pairing,
-    layouts: Mapping[str, tuple[Layout, ...]],
-    sides: Mapping[str, tuple[Side, ...]],
-    use: Use,
+    pairing: Pairing, layouts: Mapping[str, tuple[Layout, ...]], sides: Mapping[str, tuple[Side, ...]], use: Use
 ) -> dict[int, LayoutSpec]:
     """A bias, or a norm's shift, is duplicated as the rows of the weight beside it; a weight norm's gain, as its v."""
     module_name, _, _, attribute = use.owners[0]

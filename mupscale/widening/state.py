@@ -230,14 +230,7 @@ def _reset_new_copies(
 
 
 def _moved(
-    key: str,
-    value: Any,
-    entry: Growth,
-    scale: float,
-    source: Tensor,
-    target: Tensor,
-    group: Group,
-    rule: OptimizerRule,
+    key: str, value: Any, entry: Growth, scale: float, source: Tensor, target: Tensor, group: Group, rule: OptimizerRule
 ) -> Any:
     """Tensors of the parameter's shape, duplicated and scaled, in their own dtype; counters as clones in theirs."""
     if not isinstance(value, Tensor):

@@ -104,12 +104,7 @@ def release_(tensor: Tensor) -> None:
 
 
 def remember_widths(
-    plan: Plan,
-    narrow: nn.Module,
-    wide: nn.Module,
-    scale_of: Callable[[Growth], Scale],
-    *,
-    entrywise: bool,
+    plan: Plan, narrow: nn.Module, wide: nn.Module, scale_of: Callable[[Growth], Scale], *, entrywise: bool
 ) -> None:
     """Stores the width factors on the wide module, for clipping, unless its base shapes already determine them.
 
