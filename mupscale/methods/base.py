@@ -23,13 +23,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.methods.noise import Noise, SameNoise
-from mupscale.widening.axes import narrow_length, source_index
 from mupscale.widening.groups import table_rates
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
@@ -184,14 +182,6 @@ class GrowthMethod(ABC):
     def mup_rates(self, growth: Growth) -> Sized:
         """What the hyperparameters of a model under muP follow: its width, or nothing."""
         return self.rates(growth) if self.hyperparameters == "same" else table_rates(growth)
-
-    def maps(self, entry: Growth, axis: int) -> tuple[Tensor, Tensor]:
-        """`out` and `inn` of an axis of a parameter, as matrices."""
-        layout = entry.layouts[axis]
-        out = torch.eye(narrow_length(layout), dtype=torch.float64)[source_index(layout)]
-        inn = out / out.sum(0)
-        shares = entry.axes[axis].shares
-        return out, inn * torch.tensor(shares, dtype=torch.float64)[:, None] if shares else inn
 
     @abstractmethod
     def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:

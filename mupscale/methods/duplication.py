@@ -181,11 +181,6 @@ class ZeroPadding(GrowthMethod):
         """One copy of each entry. The multiplier of a muP readout falls with the width all the same."""
         return product(scale_of_axis(axis.side, 1, axis.reference) for axis in growth.axes if axis.side == "mean")
 
-    def maps(self, entry: Growth, axis: int) -> tuple[Tensor, Tensor]:
-        out, _ = super().maps(entry, axis)
-        out = out * (copy_index(entry.layouts[axis]) == 0)[:, None]
-        return out, out
-
     def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return Claim(not any(norms_over_width(plan, narrow)), False)
 

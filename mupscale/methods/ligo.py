@@ -142,17 +142,6 @@ class LiGO(GrowthMethod):
         else:
             target.copy_(self._mapped(self._duplicated(source, entry), entry, self._maps))
 
-    def maps(self, entry: Growth, axis: int) -> tuple[Tensor, Tensor]:
-        if axis not in self._axes.get(entry.name, {}):
-            return super().maps(entry, axis)
-        group, block = self._axes[entry.name][axis]
-        times = entry.narrow_shape[axis] // (group.units * block)
-        out, inn = (
-            torch.kron(torch.eye(times).double(), torch.kron(matrix.double().cpu(), torch.eye(block).double()))
-            for matrix in (self._maps[group.name]["out"], self._maps[group.name]["in"])
-        )
-        return out, inn
-
     def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return Claim(False, False)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import CASES, cross_entropy
 from bad_input import assert_refused, linear, snapshot
+from method_maps import maps
 from nets import features, mlp
 from torch import Tensor, nn
 
@@ -46,11 +47,11 @@ def test_the_first_maps_preserve_the_function():
     for batch in batches():
         torch.testing.assert_close(loss(wide, batch), loss(narrow, batch), rtol=1e-14, atol=0)
     entry = plan.parameters["layers.1.weight"]
-    out, inn = method.maps(entry, 1)
+    out, inn = maps(method, entry, 1)
     torch.testing.assert_close(inn.T @ out, torch.eye(4).double())
     assert (inn - out / 3).abs().max() > 1e-3
     torch.testing.assert_close(
-        wide.layers[1].weight.detach(), method.maps(entry, 0)[0] @ narrow.layers[1].weight.detach() @ inn.T
+        wide.layers[1].weight.detach(), maps(method, entry, 0)[0] @ narrow.layers[1].weight.detach() @ inn.T
     )
 
 
@@ -86,7 +87,7 @@ def test_the_rate_is_for_a_single_unit(width: int):
     plan = mupscale.upscale(narrow, wide, method=moved).plan
     for side in (0, 1):
         entry = plan.parameters["layers.1.weight"]
-        step = (moved.maps(entry, 1)[side] - first.maps(entry, 1)[side]).abs()
+        step = (maps(moved, entry, 1)[side] - maps(first, entry, 1)[side]).abs()
         assert step.max() == pytest.approx(0.5 / width, rel=1e-3)
 
 
@@ -99,12 +100,12 @@ def test_whole_heads_are_mapped():
     method = LiGO(steps=2, lr=0.1)
     method.fit(narrow, wide, data, cross_entropy)
     plan = mupscale.upscale(narrow, wide, method=method).plan
-    out, _ = method.maps(plan.parameters["layers.0.k_proj.weight"], 0)
+    out, _ = maps(method, plan.parameters["layers.0.k_proj.weight"], 0)
     assert out.shape == (16, 8)
     heads = out.view(4, 4, 2, 4)
     assert not heads[:, 0, :, 1].any()
     assert torch.equal(heads[:, 0, :, 0], heads[:, 3, :, 3])
-    grouped, _ = method.maps(plan.parameters["layers.0.o_proj.weight"], 1)
+    grouped, _ = maps(method, plan.parameters["layers.0.o_proj.weight"], 1)
     assert torch.equal(grouped.view(4, 8, 2, 8)[:, 0, :, 0], heads[:, 0, :, 0])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bad_input import assert_refused, linear
+from method_maps import maps
 from nets import features, mlp, mup, train
 from torch import Tensor, nn
 
@@ -49,19 +50,19 @@ def test_weights_follow_from_two_maps(name: str):
     narrow, wide, method = mlp(5).double(), mlp(15).double(), METHODS[name]()
     plan = grown(method, narrow, wide).plan
     for parameter_name, entry in plan.parameters.items():
-        maps = [method.maps(entry, axis) for axis in range(len(entry.layouts))]
-        for out, inn in maps:
+        both = [maps(method, entry, axis) for axis in range(len(entry.layouts))]
+        for out, inn in both:
             torch.testing.assert_close(inn.T @ out, torch.eye(out.shape[1]).double())
         source, target = narrow.get_parameter(parameter_name).detach(), wide.get_parameter(parameter_name).detach()
         if entry.role in ("matrix", "readout"):
-            out_rows = maps[0][0] if entry.sides[0] == "out" else torch.eye(len(source)).double()
-            expected = out_rows @ source @ maps[1][1].T
+            out_rows = both[0][0] if entry.sides[0] == "out" else torch.eye(len(source)).double()
+            expected = out_rows @ source @ both[1][1].T
             rest = target - expected
-            assert (rest @ maps[1][0]).abs().max() <= 1e-14
+            assert (rest @ both[1][0]).abs().max() <= 1e-14
             has_rest = name in ("diagonal", "noisy") and (name == "noisy" or entry.role == "matrix")
             assert bool(rest.abs().max() > 1e-3) == has_rest
         elif entry.grows:
-            torch.testing.assert_close(target, torch.einsum("ij,j...->i...", maps[0][0], source))
+            torch.testing.assert_close(target, torch.einsum("ij,j...->i...", both[0][0], source))
 
 
 UNEQUAL_COPIES = {"aki", "ligo", "shrink-and-pad", "zero-padding"}
