@@ -120,7 +120,7 @@ class Comparison:
         self.blame(parent, f"what it computes before {inner!r} drifts by {given:.1e}", is_inexact=is_inexact)
 
     def gradients(self, narrow: nn.Module, wide: nn.Module, order: dict[str, int]) -> None:
-        drifts = gradient_errors(self.plan.parameters, *map(gradients_of, (narrow, wide)), least=1e-4)
+        drifts = gradient_errors(self.plan.parameters, gradients_of(narrow), gradients_of(wide), least=1e-4)
         bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * GRADIENT_MULTIPLE]
         self.gradient_drift = worst_of(self.gradient_drift, *drifts.values())
         if bad:  # the fault is nearest to the loss: everything before it inherits a wrong gradient

@@ -173,17 +173,15 @@ def find_plan(
 
     A deeper model is compared with new layers that add nothing.
     """
-    layers: Layers = {}
     residual: dict[str, float] = {}
     why_unknown: UserError | None = None
     if isinstance(hints, Plan):
-        layers, given = hints.layers, {}
+        layers = hints.layers
     else:
         hints = checked_hints(hints)
-        given = hints.residual
         layers = layers_of(narrow, wide, hints.depth) if hints.depth else {}
     if layers:
-        residual, why_unknown = _residual(narrow, layers, given, call)
+        residual, why_unknown = _residual(narrow, layers, {} if isinstance(hints, Plan) else hints.residual, call)
         hints = hints if isinstance(hints, Plan) else replace(hints, residual=residual)
 
     def check(plan: Plan) -> Agreement:
