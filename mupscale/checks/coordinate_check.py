@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.base_shapes import clip_grad_norm_
-from mupscale.checks.recording import buffers_kept, recorded
+from mupscale.checks.recording import buffers_kept, recorded, refuse_unless_loss
 from mupscale.errors import (
     UserError,
     refuse_unless_callable,
@@ -31,7 +31,6 @@ from mupscale.errors import (
     refuse_unless_level,
     refuse_unless_model,
     refuse_unless_whole,
-    shown,
 )
 from mupscale.methods.grow import as_list, grow
 from mupscale.methods.noise import AdditiveNoise, Noise
@@ -377,8 +376,7 @@ class _Training:
     def _step(self, net: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> None:
         net.zero_grad()
         value = self.loss(net, batch)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UserError(f"loss must return a tensor with one element, the loss of the batch, got {shown(value)}")
+        refuse_unless_loss(value)
         value.backward()
         if self.clip is not None:
             clip_grad_norm_(net, self.clip)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import TorchDispatchMode, tree_leaves, tree_map, without_transforms
-from mupscale.errors import UserError, one_line
+from mupscale.errors import UserError, one_line, shown
 from mupscale.widening.modules import dropout_of
 from mupscale.widening.stepping import restore_infshapes
 from mupscale.widening.write import is_inexact
@@ -358,7 +358,7 @@ def steps_in_float32(optimizer: Optimizer) -> bool:
 def loss_in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
     """The loss; raises a UserError where the model uses an operation that does not exist in float64."""
     try:
-        return loss(model, batch)
+        value = loss(model, batch)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         message = one_line(error)
         if not any(word in message for word in ("Double", "float64", "dtype", "data type", "scalar type")):
@@ -367,6 +367,13 @@ def loss_in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, 
             f"verify: the model does not compute in float64 ({message}). Give it an implementation that does, make its "
             "tensors of the dtype of its inputs, and give batches as tensors in tuples, dictionaries or dataclasses"
         ) from error
+    refuse_unless_loss(value)
+    return value
+
+
+def refuse_unless_loss(value: object) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise UserError(f"loss must return a tensor with one element, the loss of the batch, got {shown(value)}")
 
 
 def to_float64(value: Any) -> Any:

@@ -28,7 +28,6 @@ from mupscale.errors import (
     refuse_unless_level,
     refuse_unless_model,
     refuse_unless_whole,
-    shown,
 )
 from mupscale.methods.grow import as_list, grow
 from mupscale.text_tables import Paint, Watch, folded, table, unpainted, unwatched
@@ -301,8 +300,6 @@ def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Ten
     seed_generators(seed)
     model.zero_grad()
     value = loss_in_float64(loss, model, batch)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise UserError(f"loss must return a tensor with one element, the loss of the batch, got {shown(value)}")
     if value.requires_grad:  # a constant has no gradients, which the verdict says
         value.backward()
     return value.detach()

@@ -4,7 +4,6 @@ import copy
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -54,25 +53,10 @@ def wide_config(
     return _scaled(config, common, keep_heads, only, given)
 
 
-@dataclass(frozen=True)
-class ConfigGrowth:
-    """The arguments of `wide_config`, and whether the model becomes deeper too, so that its width may stay."""
-
-    factor: float
-    keep_heads: bool | None = None
-    only: Literal["feed_forward"] | None = None
-    fields: Mapping[str, float] | None = None
-    has_layers: bool = False
-
-    def wide(self, config: PretrainedConfig) -> PretrainedConfig:
-        """The wide configuration. UserError where a size would not be whole, or where nothing grows."""
-        wide = wide_config(config, self.factor, keep_heads=self.keep_heads, only=self.only, fields=self.fields)
-        if not self.has_layers and not self.widens(config, wide):
-            raise UserError(f"factor {self.factor:g} leaves every size as it is; give a larger one, or more layers")
-        return wide
-
-    def widens(self, config: PretrainedConfig, wide: PretrainedConfig) -> bool:
-        return wide.to_dict() != config.to_dict()
+def refuse_same_sizes(narrow: PretrainedConfig, wide: PretrainedConfig, factor: float) -> None:
+    """Raises a UserError if the wide configuration is the narrow one."""
+    if wide.to_dict() == narrow.to_dict():
+        raise UserError(f"factor {factor:g} leaves every size as it is; give a larger one, or more layers")
 
 
 def config_at(config: PretrainedConfig, hidden_size: int) -> PretrainedConfig:

@@ -188,16 +188,15 @@ def _found(
 
 def _small(config: PretrainedConfig, model_class: Any, call: Call | None) -> tuple[PretrainedConfig, Any, Call]:
     """A small model of the family with all layers, and a call that runs it; without one, a model of the same size."""
-    try:
-        small = _without_dropout(shrunken(config, keep_layers=True))
-        model = build_small(model_class, small)
-        return small, model, working_call(model, call)
-    except CannotShrink:
-        if sum(parameter.numel() for parameter in on_meta(model_class, config).parameters()) > MOST_PARAMETERS:
-            raise
-    small = _without_dropout(copy.deepcopy(config))
-    model = build_small(model_class, small)
-    return small, model, working_call(model, call)
+    for small in (shrunken(config, keep_layers=True), copy.deepcopy(config)):
+        try:
+            model = build_small(model_class, _without_dropout(small))
+            return small, model, working_call(model, call)
+        except CannotShrink as error:
+            reason = error
+            if sum(parameter.numel() for parameter in on_meta(model_class, config).parameters()) > MOST_PARAMETERS:
+                break
+    raise reason
 
 
 def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:

@@ -13,7 +13,7 @@ from mupscale.discovery.discover import discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError, needs_extra, one_line
 from mupscale.growing.upscale import upscale as grow_checked
-from mupscale.hf.config import ConfigGrowth
+from mupscale.hf.config import refuse_same_sizes, wide_config
 from mupscale.hf.depth import MOST_PARAMETERS, Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
 from mupscale.hf.family import CannotShrink, found_between, on_meta
 from mupscale.hf.folder import read_folder
@@ -79,12 +79,14 @@ def upscale(
     else:
         narrow = model_or_folder
         _refuse_unless_pretrained(narrow)
-    growth = ConfigGrowth(factor, keep_heads, only, fields, has_layers=layers is not None)
-    config = growth.wide(narrow.config)
+    config = wide_config(narrow.config, factor, keep_heads=keep_heads, only=only, fields=fields)
     deepenings: list[Deepening] = []
-    if layers is not None:
+    if layers is None:
+        refuse_same_sizes(narrow.config, config, factor)
+    else:
         deepenings = find_deepenings(narrow.config, type(narrow), layers, depth, call=call, watch=watch)
-    found = _found(narrow, config, call, watch) if growth.widens(narrow.config, config) else None
+    widens = config.to_dict() != narrow.config.to_dict()
+    found = _found(narrow, config, call, watch) if widens else None
     wide = _wide_model(narrow, deepened(config, deepenings))
     hints = hints_at_depth(narrow, wide, deepenings, found)
     settings: dict[str, Any] = {"hints": hints, "noise": noise, "seed": seed, "method": method}

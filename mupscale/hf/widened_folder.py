@@ -14,7 +14,7 @@ import torch
 from mupscale.atomic import whole_folder
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError, refuse_unless_whole
-from mupscale.hf.config import ConfigGrowth
+from mupscale.hf.config import refuse_same_sizes, wide_config
 from mupscale.hf.continuing import growth_record, written
 from mupscale.hf.depth import Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
 from mupscale.hf.family import found_between, on_meta
@@ -90,7 +90,6 @@ class _Job:
     unused: list[str]
     widening: Widening
     record: dict[str, Any]
-    layout: list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 def upscale_folder(
@@ -117,19 +116,23 @@ def upscale_folder(
     """
     start = time.perf_counter()
     out = Path(out)
-    growth = ConfigGrowth(factor, keep_heads, only, fields, has_layers=layers is not None)
     if out.exists() or out.is_symlink():
         raise UserError(f"--out {out} exists; name another folder, or delete it")
     narrow = read_folder(Path(folder))
     if out.resolve().is_relative_to(narrow.path.resolve()):
         raise UserError(f"--out {out} lies inside the folder that is read; name another one")
+    config = wide_config(narrow.config, factor, keep_heads=keep_heads, only=only, fields=fields)
     deepenings: list[Deepening] = []
-    if layers is not None:
+    if layers is None:
+        refuse_same_sizes(narrow.config, config, factor)
+    else:
         deepenings = find_deepenings(narrow.config, narrow.model_class, layers, depth, call=call, watch=watch)
     method = Duplication() if method is None else method
-    job = _prepared(narrow, growth, deepenings, method, noise, seed, call, watch)
+    grown = {"factor": factor, "keep_heads": keep_heads, "only": only, "fields": dict(fields or {})}
+    job = _prepared(narrow, config, grown, deepenings, method, noise, seed, call, watch)
     with whole_folder(out) as partial:
-        files = split_into_files(partial, job.layout, MOST_SHARD_BYTES)
+        rows = [(name, each.source.dtype, each.entry.wide_shape) for name, each in job.tensors.items()]
+        files = split_into_files(partial, rows, MOST_SHARD_BYTES)
         _refuse_full_disk(out, job, files)
         total = sum(tensor.size for file in files for tensor in file.tensors)
         done = write_wide(files, job.tensors, job.widening, _counted(watch, BYTES, 2 * total))
@@ -159,7 +162,8 @@ def _counted(watch: Watch, words: str, total: int) -> Progress:
 
 def _prepared(
     folder: ModelFolder,
-    growth: ConfigGrowth,
+    config: "PretrainedConfig",
+    grown: dict[str, Any],
     deepenings: Sequence[Deepening],
     method: GrowthMethod,
     noise: Noise | None,
@@ -170,10 +174,10 @@ def _prepared(
     """Finds out how everything grows. UserError for all that does not."""
     refuse_unless_whole("seed", seed, least=None)
     _refuse_method(method)
-    config, model_class = growth.wide(folder.config), folder.model_class
+    model_class = folder.model_class
     narrow, wide = on_meta(model_class, folder.config), on_meta(model_class, config)
     found = None
-    if growth.widens(folder.config, config):
+    if config.to_dict() != folder.config.to_dict():
         found = found_between(narrow, wide, model_class=model_class, call=call, watch=watch)
     if deepenings:
         config = deepened(config, deepenings)
@@ -183,21 +187,11 @@ def _prepared(
     noise = method.choose_noise(noise, plan, narrow)
     growing, unused = growing_tensors(folder.tensors, plan, narrow, wide)
     refuse_unlike_twins(growing)
-    settings = {
-        "growth": {
-            "factor": growth.factor,
-            "keep_heads": growth.keep_heads,
-            "only": growth.only,
-            "fields": dict(growth.fields or {}),
-            "layers": {each.field: {"depth": each.how, "sources": list(each.sources)} for each in deepenings},
-        },
-        "method": type(method).__name__,
-        "seed": seed,
-    }
+    grown["layers"] = {each.field: {"depth": each.how, "sources": list(each.sources)} for each in deepenings}
+    settings = {"growth": grown, "method": type(method).__name__, "seed": seed}
     record = growth_record(plan, narrow, wide, method, settings)
-    layout = [(tensor.name, tensor.source.dtype, tensor.entry.wide_shape) for tensor in growing]
     tensors = {tensor.name: tensor for tensor in growing}
-    return _Job(folder, config, plan, tensors, unused, Widening(method, noise, seed), record, layout)
+    return _Job(folder, config, plan, tensors, unused, Widening(method, noise, seed), record)
 
 
 def _refuse_method(method: GrowthMethod) -> None:

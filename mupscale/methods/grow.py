@@ -16,28 +16,13 @@ from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise, SameNoise, add_noise_, may_overflow, noise_constant, save_constants
 from mupscale.sharding import gathered, own_part, whole
 from mupscale.text_tables import notes_by_layer
+from mupscale.widening import write
 from mupscale.widening.groups import continued_optimizer, off_the_rule
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import stand_in
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import check_transfer, transfer_state
-from mupscale.widening.write import (
-    Rebuild,
-    carry_frozen_,
-    carry_modes_,
-    copied_for_want_of_own,
-    materialise_,
-    materialise_recurrent_,
-    refuse_held,
-    refuse_non_finite_model,
-    refuse_other_rescale,
-    refuse_unknown_buffers,
-    release_,
-    remember_widths,
-    widen_,
-    widen_buffers_,
-)
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -114,7 +99,7 @@ def grow(
     seed: int = 0,
     method: GrowthMethod | None = None,
     consume: bool = False,
-    rebuild: Rebuild | None = None,
+    rebuild: write.Rebuild | None = None,
     before_noise: Callable[[], None] | None = None,
 ) -> UpscaleReport:
     """What `mupscale.upscale` does once the growth is checked, with the same arguments.
@@ -132,23 +117,23 @@ def grow(
     plan = hints if isinstance(hints, Plan) else method.plan(narrow, wide, hints)
     shallow, narrow = narrow, stand_in(narrow, wide, plan.layers)
     _refuse_other_plan(plan, narrow, wide)
-    refuse_other_rescale(plan, narrow, wide)
+    write.refuse_other_rescale(plan, narrow, wide)
     method.check(plan)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, shallow, before, wide, after, state=method.state)
     noise = method.choose_noise(noise, plan, narrow)
-    refuse_unknown_buffers(plan, wide, rebuild)
-    refuse_non_finite_model(plan, narrow, wide)
+    write.refuse_unknown_buffers(plan, wide, rebuild)
+    write.refuse_non_finite_model(plan, narrow, wide)
     if noise is not None:
         _refuse_overflow(plan, narrow, wide, method, noise, seed)
-    refuse_held(wide, wide_opts)
+    write.refuse_held(wide, wide_opts)
     _refuse_without_values(plan, wide)
 
-    notes = [*plan.notes, *(copied_for_want_of_own(plan, wide) if rebuild is None else ())]
-    materialise_recurrent_(wide, narrow)
-    notes += carry_frozen_(narrow, wide)
-    carry_modes_(narrow, wide)
+    notes = [*plan.notes, *(write.copied_for_want_of_own(plan, wide) if rebuild is None else ())]
+    write.materialise_recurrent_(wide, narrow)
+    notes += write.carry_frozen_(narrow, wide)
+    write.carry_modes_(narrow, wide)
     if consume and any(parameter.grad is not None for parameter in narrow.parameters()):
         notes.append(
             "consume=True frees the gradients of the narrow model: those of an accumulation window that is not "
@@ -162,20 +147,20 @@ def grow(
         entry, target = plan.parameters[name], targets[name]
         assert isinstance(target, nn.Parameter)
         if target.is_meta:
-            materialise_(target, source.device)
+            write.materialise_(target, source.device)
         constants[name] = _write(target, gathered(source), entry, method, noise, seed, adds_later)
         target.grad = None if consume else _carry_gradient(target, source, entry, method)
         to_come[entry.origin] -= 1
         if consume and source is not originals[entry.origin]:
             source.data = source.data.new_empty(0)  # the memory is that of the original
         if consume and not to_come[entry.origin]:
-            release_(originals[entry.origin])
+            write.release_(originals[entry.origin])
     method.edit_(plan, wide)
-    widen_buffers_(plan, narrow, wide, rebuild)
+    write.widen_buffers_(plan, narrow, wide, rebuild)
     kept = {id(buffer) for buffer in wide.buffers()}
     for buffer in shallow.buffers() if consume else ():
         if id(buffer) not in kept:
-            release_(buffer)
+            write.release_(buffer)
     if before_noise is not None:
         before_noise()
     if adds_later and noise is not None:
@@ -185,7 +170,7 @@ def grow(
                 continue
             with own_part(target) as (weight, rows):
                 add_noise_(weight, plan.parameters[name], same, weight, seed, rows)
-    remember_widths(plan, narrow, wide, method.scale, entrywise=method.hyperparameters == "table")
+    write.remember_widths(plan, narrow, wide, method.scale, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
     if narrow_opts and method.state != "carry":
         notes.append(f"the state of {'new copies' if method.state == 'reset_new_copies' else 'the optimizer'} is reset")
@@ -232,7 +217,7 @@ def _write(
         if rows is None:
             method.widen_(weight, source, entry)
         else:
-            widen_(weight, source, entry, rows)
+            write.widen_(weight, source, entry, rows)
         if noise is None:
             return 0.0
         if adds_later:

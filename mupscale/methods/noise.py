@@ -203,12 +203,15 @@ class RecordedNoise(Noise):
             raise UserError(f"RecordedNoise: {self.path} cannot be read as recorded noise ({error})") from error
         if not isinstance(record, dict) or record.get("format") not in (_PLAIN_FORMAT, _CENTRED_FORMAT):
             raise UserError(f"RecordedNoise: {self.path} is not a file written by report.save_noise")
-        constants = record.get("constants")
-        if not isinstance(constants, dict) or not all(_is_numbers(value) for value in constants.values()):
-            raise UserError(f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name")
-        self.constants: Constants = {
-            unwrapped(name): torch.tensor(value, dtype=torch.float64).tolist() for name, value in constants.items()
-        }
+        try:
+            self.constants: Constants = {
+                unwrapped(name): torch.tensor(value, dtype=torch.float64).tolist()
+                for name, value in record["constants"].items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name"
+            ) from error
         self.centred = record["format"] == _CENTRED_FORMAT if centred is None else centred
 
     def check_level(self) -> None:
@@ -269,15 +272,6 @@ class SameNoise(RecordedNoise):
 _PLAIN_FORMAT = "mupscale noise constants, version 1"
 _CENTRED_FORMAT = "mupscale noise constants, version 2"
 """A new version, because code that reads only version 1 would add the noise without centring it."""
-
-
-def _is_numbers(value: object) -> bool:
-    """A number, or equally long rows of them."""
-    try:
-        torch.tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return True
 
 
 def save_constants(constants: Constants, path: str | Path, centred: bool = False) -> None:

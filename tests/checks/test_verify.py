@@ -253,7 +253,7 @@ def test_weights_not_divided_by_the_fan_in_factor(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_buffers_left_behind(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.methods.grow.widen_buffers_", lambda *_: None)
+    monkeypatch.setattr("mupscale.widening.write.widen_buffers_", lambda *_: None)
     case = CASES["resnet18"]
     torch.manual_seed(0)
     narrow, wide = case.build(2).eval(), case.build(4).eval()

@@ -13,7 +13,7 @@ from model_folders import edit, llama, save
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.hf.config import ConfigGrowth
+from mupscale.hf.config import wide_config
 from mupscale.hf.family import on_meta
 from mupscale.hf.folder import read_folder
 from mupscale.hf.names import growing_tensors
@@ -171,7 +171,7 @@ def test_a_snapshot_of_a_hub_cache_may_link_to_its_blobs(saved: Path, tmp_path: 
 def matched(folder: Path):
     """The tensors of a folder that grows twofold."""
     read = read_folder(folder)
-    narrow, wide = (on_meta(read.model_class, config) for config in (read.config, ConfigGrowth(2).wide(read.config)))
+    narrow, wide = (on_meta(read.model_class, config) for config in (read.config, wide_config(read.config, 2)))
     return growing_tensors(read.tensors, plan(narrow, wide), narrow, wide)
 
 
@@ -203,7 +203,7 @@ def test_a_tied_parameter_may_be_in_the_folder_once_or_twice(folder: Path, tmp_p
     model = on_meta(read.model_class, read.config)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     narrow = on_meta(read.model_class, read.config)
-    wide = on_meta(read.model_class, ConfigGrowth(2).wide(read.config))
+    wide = on_meta(read.model_class, wide_config(read.config, 2))
     once = plan(
         narrow,
         wide,
