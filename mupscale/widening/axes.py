@@ -10,6 +10,7 @@ unit is a piece of its own (`evenly`).
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -229,8 +230,9 @@ _MANY_CELLS = 256
 """From here on one gather per axis is faster than a copy per cell."""
 
 
+@lru_cache(8)  # a tensor that is widened some rows at a time needs it for each of them
 def source_index(layout: Layout) -> Tensor:
-    """The narrow entry that each wide entry of an axis is a copy of."""
+    """The narrow entry that each wide entry of an axis is a copy of. Read only."""
     runs = _runs(layout)
     return (runs.source - runs.start).repeat_interleave(runs.length) + torch.arange(wide_length(layout))
 

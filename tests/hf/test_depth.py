@@ -14,7 +14,8 @@ import mupscale.hf
 from mupscale.__main__ import main
 from mupscale.errors import UserError
 from mupscale.hf.config import deep_config, numbers_of_layers
-from mupscale.hf.depth import _orders, find_deepenings
+from mupscale.hf.depth import find_deepenings
+from mupscale.widening.layers import orders
 
 INTERLEAVED, STACKED = [0, 0, 1, 1], [0, 1, 0, 1]
 LAYERS = "num_hidden_layers"
@@ -72,11 +73,11 @@ def test_an_encoder_and_a_decoder_have_their_own_numbers() -> None:
 
 
 def test_new_layers_are_spread_then_whole_periods_then_at_one_end() -> None:
-    assert list(_orders(LAYERS, 2, 4, "identity")) == [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 0, 0, 1)]
-    assert list(_orders(LAYERS, 4, 6, "identity"))[:2] == [(0, 0, 1, 2, 2, 3), (0, 1, 0, 1, 2, 3)]
-    assert list(_orders(LAYERS, 2, 3, "identity")) == [(0, 0, 1), (0, 1, 1), (0, 0, 1)]
-    assert list(_orders(LAYERS, 2, 4, "interleave")) == [(0, 0, 1, 1)]
-    assert list(_orders(LAYERS, 2, 4, "stack")) == [(0, 1, 0, 1)]
+    assert list(map(tuple, orders(2, 4, "identity"))) == [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 0, 0, 1)]
+    assert list(map(tuple, orders(4, 6, "identity")))[:2] == [(0, 0, 1, 2, 2, 3), (0, 1, 0, 1, 2, 3)]
+    assert list(map(tuple, orders(2, 3, "identity"))) == [(0, 0, 1), (0, 1, 1), (0, 0, 1)]
+    assert list(map(tuple, orders(2, 4, "interleave"))) == [(0, 0, 1, 1)]
+    assert list(map(tuple, orders(2, 4, "stack"))) == [(0, 1, 0, 1)]
 
 
 @pytest.mark.slow
