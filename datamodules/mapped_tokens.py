@@ -53,10 +53,11 @@ class MappedTokens:
         offset = start - self._begins[number]
         filled = 0
         while filled < len(out):
-            content = self._maps.get(number)
-            if content is None:
-                content = self._map(number)
-            part = content[offset : offset + len(out) - filled]
+            if number not in self._maps:
+                while len(self._maps) >= self._most_maps:
+                    del self._maps[next(iter(self._maps))]
+                self._maps[number] = self._mapped(number)
+            part = self._maps[number][offset : offset + len(out) - filled]
             out[filled : filled + len(part)] = part
             filled, number, offset = filled + len(part), number + 1, 0
 
@@ -75,12 +76,6 @@ class MappedTokens:
             f"data_dir: {file} has the token {found[offset]} at place {place}, beyond {vocabulary.key} = "
             f"{vocabulary.size}: set {vocabulary.key} to the vocabulary of the tokenizer"
         )
-
-    def _map(self, number: int) -> np.ndarray:
-        while len(self._maps) >= self._most_maps:
-            del self._maps[next(iter(self._maps))]
-        self._maps[number] = self._mapped(number)
-        return self._maps[number]
 
     def _mapped(self, number: int) -> np.ndarray:
         begin, end = self._spans[number]

@@ -134,8 +134,10 @@ class ResidentLoader:
     def batch_at(self, epoch: int, position: int) -> Any:
         """The batch that iteration yields at this position, from 0 on, of this epoch. Does not move the loader."""
         self._refuse_place(epoch, position)
+        if epoch not in self._plans:
+            _keep(self._plans, epoch, self._plan_for_drawing(epoch))
         share = self._share_of(position)
-        return _unpacked(self._batch(*(entries[share] for entries in self._plan(epoch))))
+        return _unpacked(self._batch(*(entries[share] for entries in self._plans[epoch])))
 
     @cached_property
     def order(self) -> Hashable:
@@ -190,12 +192,6 @@ class ResidentLoader:
     def _refuse_place(self, epoch: int, position: int) -> None:
         if epoch < 0 or not 0 <= position < len(self):
             raise IndexError(f"there is no batch {position} of epoch {epoch}: an epoch has {len(self)} batches")
-
-    def _plan(self, epoch: int) -> Plan:
-        if epoch not in self._plans:
-            plan = self._plan_for_drawing(epoch)
-            _keep(self._plans, epoch, plan)
-        return self._plans[epoch]
 
     def _plan_for_drawing(self, epoch: int) -> Plan:
         """The entries of `_new_plan`. A subclass with many rows overrides it, and makes them when they are drawn."""
@@ -291,7 +287,7 @@ class SeededData(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         self.refuse_model(self.model_arguments)
         if self._order_seed is None:
-            self._order_seed = seed_of_run()
+            self._order_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # that of `seed_everything`
         self.load(self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu"))
         if stage == "fit":
             self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
@@ -346,11 +342,6 @@ class TensorData(SeededData):
 
     def loader_options(self, *, training: bool) -> dict[str, Any]:
         return {"shuffle": training and self.shuffles, **super().loader_options(training=training)}
-
-
-def seed_of_run() -> int:
-    """The seed of the run, which `seed_everything` puts into the environment of all its processes; without one, 0."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | None, classes: int) -> None:

@@ -152,7 +152,8 @@ def _found(search: Search, undecided: tuple[str, ...]) -> Found:
         unit = assumed.rescale
         if use.growing:
             role = _role(assumed.sides)
-            if tied and unit != 1 and _is_norm(use):  # it carries the factor of the readout behind it
+            is_norm = all(parameter.ndim == 1 for parameter in use.owners[0][1].parameters())
+            if tied and unit != 1 and is_norm:  # it carries the factor of the readout behind it
                 role, unit = "readout", unit * entries_grow_by(assumed)
             if role != _default_role(use):
                 roles[name] = role
@@ -193,11 +194,6 @@ def _unknown_roles(hypothesis: Hypothesis) -> dict[str, Role]:
 
 def _is_tied(use: Use) -> bool:
     return use.narrow.ndim > 1 and len(use.owners) > 1
-
-
-def _is_norm(use: Use) -> bool:
-    _, module, _, _ = use.owners[0]
-    return all(parameter.ndim == 1 for parameter in module.parameters())
 
 
 def _default_role(use: Use) -> Role | None:

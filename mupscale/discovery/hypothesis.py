@@ -162,7 +162,8 @@ class Hypothesis:
                 owner = name.rpartition(".")[0]
                 known = use is None or is_known(use)
                 if known and use and self.assumed[name].sides[axis] == "in":
-                    if not _follows(use, axis):
+                    followed = {followed_axis(module, attribute, use.narrow) for _, module, _, attribute in use.owners}
+                    if followed != {axis}:  # what its modules read does not determine the layout of this axis
                         read.setdefault((f"what {starred(owner)} reads", n, w), []).append((name, axis))
                     continue
                 key = starred(owner) if known else f"{starred(name)}, axis {axis}"
@@ -174,11 +175,6 @@ class Hypothesis:
 def entries_grow_by(growth: Growth) -> float:
     """By how much the number of entries grows."""
     return math.prod(growth.wide_shape) / max(math.prod(growth.narrow_shape), 1)
-
-
-def _follows(use: Use, axis: int) -> bool:
-    """Whether every module that holds a parameter determines the layout of this axis by what it reads."""
-    return all(followed_axis(module, attribute, use.narrow) == axis for _, module, _, attribute in use.owners)
 
 
 def is_known(use: Use) -> bool:

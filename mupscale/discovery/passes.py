@@ -253,12 +253,8 @@ def _matched(narrow: list[Tensor], wide: list[Tensor], tolerance: float, planned
 
 def _in_full(matches: list[Match]) -> bool:
     """Whether outputs that do not grow are equal; hidden states may be in other units, unless there is nothing else."""
-    fixed = [found for found in matches if not _grows(found)]
+    fixed = [found for found in matches if all(piece.factor == 1 for layout in found.layouts for piece in layout)]
     return all(found.ratio == 1 for found in fixed or matches)
-
-
-def _grows(found: Match) -> bool:
-    return any(piece.factor > 1 for layout in found.layouts for piece in layout)
 
 
 def _follow(hypothesis: Hypothesis, name: str, inputs: list[Tensor], matches: list[Match]) -> None:

@@ -212,7 +212,7 @@ def find_plan(
         planned = make_plan(narrow, wide, hints=found)
         agreement = check(planned)
     except Exception as error:  # whatever a model does when it runs
-        raise UserError(f"{refusal}. A search for another plan failed: {_first_line(error)}") from error
+        raise UserError(f"{refusal}. A search for another plan failed: {str(error).splitlines()[0][:400]}") from error
     if agreement.exact is False:
         raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
     text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"
@@ -260,10 +260,6 @@ def _refuse_long_search(wide: nn.Module, refusal: UserError) -> None:
             f"{refusal}. The wide model has {parameters:,} parameters, too many for a search: call mupscale.discover "
             "with smaller models of the same family, and give upscale hints=found.resolved(narrow, wide)"
         ) from refusal
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0][:400]
 
 
 def _warn_once() -> None:

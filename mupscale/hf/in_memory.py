@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -90,18 +89,14 @@ def upscale(
     wide = _wide_model(narrow, deepened(config, deepenings))
     hints = hints_at_depth(narrow, wide, deepenings, found)
     settings: dict[str, Any] = {"hints": hints, "noise": noise, "seed": seed, "method": method}
-    call = call or default_call
+    run: Call = call or default_call
     try:
         with torch.no_grad(), state_kept(narrow.modules()), generators_kept():
-            call(narrow)
+            run(narrow)
     except Exception as error:  # only the caller knows which inputs a model takes
         unchecked = f"not checked: no input is known ({one_line(error, 200)}). Give call"
         return wide, replace(grow(narrow, wide, optimizer, **settings), check=unchecked)
-    return wide, grow_checked(narrow, wide, optimizer, call=partial(_logits, call), **settings)
-
-
-def _logits(call: Call, model: Any) -> Any:
-    return logits_of(call(model))
+    return wide, grow_checked(narrow, wide, optimizer, call=lambda model: logits_of(run(model)), **settings)
 
 
 def _found(narrow: "PreTrainedModel", config: "PretrainedConfig", call: Call | None, watch: Watch) -> Found:

@@ -7,7 +7,7 @@ the numbers of layers follow.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -125,10 +125,12 @@ def _places(tensors: Mapping[str, StoredTensor], narrow: "PreTrainedModel") -> t
     collected: dict[str, dict[str, list[str]]] = {}
     strangers: list[str] = []
     unused: list[str] = []
+    ignored = [r"rotary_emb\.inv_freq$", *(getattr(narrow, "_keys_to_ignore_on_load_unexpected", None) or ())]
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = renamed(name)
         if target not in shapes:
-            (unused if _is_ignored(target, narrow) else strangers).append(name)
+            is_ignored = any(re.search(pattern, target) for pattern in ignored)  # transformers drops it without a word
+            (unused if is_ignored else strangers).append(name)
         elif pattern is None:
             rank = len(shapes[target])
             places[name] = Part(target, tuple(range(rank)), (0,) * rank, is_whole=True)
@@ -145,12 +147,6 @@ def _places(tensors: Mapping[str, StoredTensor], narrow: "PreTrainedModel") -> t
             raise UserError(f"the folder has only a part of {target!r} ({some_names(parts)}); get the files again")
         places.update(parts)
     return places, unused
-
-
-def _is_ignored(name: str, narrow: "PreTrainedModel") -> bool:
-    """Whether transformers drops a tensor without a word."""
-    patterns: Sequence[str] = [*(getattr(narrow, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    return name.endswith("rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in patterns)
 
 
 def _merged(

@@ -188,7 +188,8 @@ class Net2Net(GrowthMethod):
         generator = torch.Generator().manual_seed(self.seed)
         mapped: dict[str, dict[int, list[tuple[int, int, int]]]] = {}
         for group in unit_groups(type(self).__name__, narrow, plain, self.groups, with_mup_readouts=True):
-            copies = _random_copies(group, generator)
+            extra = torch.randint(group.units, (group.wide_units - group.units,), generator=generator)
+            copies = (1 + torch.bincount(extra, minlength=group.units)).tolist()  # each unit has at least one
             for name, (axis, block) in group.axes.items():
                 times = plain.parameters[name].narrow_shape[axis] // (group.units * block)
                 mapped.setdefault(name, {})[axis] = [(block, block, count) for count in copies] * times
@@ -244,12 +245,6 @@ class AKI(FPI):
         return Claim(False, False)
 
 
-def _random_copies(group: UnitGroup, generator: torch.Generator) -> list[int]:
-    """The number of copies of each unit: at least one, and those beside it at random."""
-    extra = torch.randint(group.units, (group.wide_units - group.units,), generator=generator)
-    return (1 + torch.bincount(extra, minlength=group.units)).tolist()
-
-
 def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
     """Each weight that produces width and has a next layer, with the weight there; then their biases."""
     for name, entry in plan.parameters.items():
@@ -295,19 +290,15 @@ def _in_place_of(entry: Growth, weight: Tensor, weight_entry: Growth) -> Tensor:
         index = source_index(layout).to(weight.device)
         along = [-1 if other == axis else 1 for other in range(weight.ndim)]
         if side == "out":
-            answer = answer.index_select(axis, _first_copies(theirs).to(weight.device)[index])
+            places = torch.nonzero(copy_index(theirs) == 0).flatten()
+            first_copies = places[torch.argsort(source_index(theirs)[places])]
+            answer = answer.index_select(axis, first_copies.to(weight.device)[index])
         elif side == "in" and layout != theirs:
             shape = [size if other != axis else narrow_length(layout) for other, size in enumerate(answer.shape)]
             narrow = answer.new_zeros(shape).index_add_(axis, source_index(theirs).to(weight.device), answer)
             copies = torch.bincount(index)[index].to(answer)
             answer = narrow.index_select(axis, index) / copies.view(along)
     return answer
-
-
-def _first_copies(layout: Layout) -> Tensor:
-    """The wide entry of an axis that is the first copy of each narrow one."""
-    places = torch.nonzero(copy_index(layout) == 0).flatten()
-    return places[torch.argsort(source_index(layout)[places])]
 
 
 class Lemon(GrowthMethod):

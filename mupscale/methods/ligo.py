@@ -96,7 +96,9 @@ class LiGO(GrowthMethod):
         if any(is_sharded(source) for source in sources.values()):
             raise UserError("LiGO: its maps cannot be learned on sharded weights. Train on one device, or with DDP")
         groups = unit_groups("LiGO", narrow, plan, self.groups)
-        self._axes = _mapped_axes(plan, groups)
+        for group in groups:
+            for name, (axis, block) in with_biases(plan, group.axes).items():
+                self._axes.setdefault(name, {})[axis] = group, block
         maps = self._first_maps(groups, sources)
         duplicated = {name: self._duplicated(source, plan.parameters[name]) for name, source in sources.items()}
         buffers = wide_buffers(plan, narrow, wide)
@@ -202,14 +204,6 @@ class _Loss(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         return self.loss(self.model, batch)
-
-
-def _mapped_axes(plan: Plan, groups: list[UnitGroup]) -> dict[str, dict[int, tuple[UnitGroup, int]]]:
-    answer: dict[str, dict[int, tuple[UnitGroup, int]]] = {}
-    for group in groups:
-        for name, (axis, block) in with_biases(plan, group.axes).items():
-            answer.setdefault(name, {})[axis] = group, block
-    return answer
 
 
 def _fits(entry: Growth, axis: int, group: UnitGroup, block: int) -> bool:

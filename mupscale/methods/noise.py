@@ -81,7 +81,7 @@ class _LevelNoise(Noise):
 
     def check_level(self) -> None:
         name, level = next((name, value) for name, value in vars(self).items() if name not in ("where", "centred"))
-        _check_level(f"{type(self).__name__}: {name}", level)
+        refuse_unless_level(f"{type(self).__name__}: {name}", level)
         _check_centred(type(self).__name__, self.centred)
 
     def check(self, plan: Plan) -> None:
@@ -392,12 +392,6 @@ def _align(constant: Tensor, entry: Growth) -> Tensor:
 def _seed(seed: int, name: str) -> int:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _check_level(what: str, value: float) -> None:
-    if isinstance(value, Tensor):
-        raise UserError(f"{what} must be a finite number of at least 0, got a tensor; take its .item()")
-    refuse_unless_level(what, value)
 
 
 def _check_centred(what: str, value: object) -> None:

@@ -45,7 +45,10 @@ class Axis(NamedTuple):
 
         The multiplier of a muP readout falls as its width grows, whatever its pieces are.
         """
-        return whole_factor(self.pieces) if self.side == "mean" else reference_factor(self.pieces)
+        by_units = is_mixed(self.pieces) and is_unit_by_unit(self.pieces)  # not pieces that grow apart from each other
+        if self.side == "mean" or by_units:
+            return whole_factor(self.pieces)
+        return max(piece.factor for piece in self.pieces)
 
     @property
     def relative_side(self) -> Side:
@@ -128,13 +131,6 @@ def whole_factor(layout: Layout) -> float:
     if narrow == 0:
         return 1
     return wide // narrow if wide % narrow == 0 else wide / narrow
-
-
-def reference_factor(layout: Layout) -> float:
-    """The factor of the axis: as a whole if all units are pieces of their own, else that of the largest piece."""
-    if is_mixed(layout) and is_unit_by_unit(layout):
-        return whole_factor(layout)
-    return max(piece.factor for piece in layout)
 
 
 def is_unit_by_unit(layout: Layout) -> bool:

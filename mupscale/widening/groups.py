@@ -61,18 +61,14 @@ def split_groups(
                 if "param_names" in group:
                     parts[scaling]["param_names"] = []
                 if "name" in group and len(parts) > 1:
-                    parts[scaling]["name"] = _free_name(group["name"], names)
+                    free = (name for number in count(2) if (name := f"{group['name']}-{number}") not in names)
+                    parts[scaling]["name"] = next(free)
                     names.add(parts[scaling]["name"])
             parts[scaling]["params"].append(target)
             if "param_names" in group:
                 parts[scaling]["param_names"].append(group["param_names"][position])
         answer += parts.values()
     return answer
-
-
-def _free_name(name: Any, taken: set[Any]) -> str:
-    """The first of `<name>-2`, `<name>-3` and so on that is not taken."""
-    return next(free for number in count(2) if (free := f"{name}-{number}") not in taken)
 
 
 def _relevant(scaling: Scaling, group: Group) -> Scaling:

@@ -83,7 +83,8 @@ def plan_layers(narrow: nn.Module, wide: nn.Module, layers: depths.Layers, hints
     implied = _implied_blocks(pairing)
     layouts: dict[str, tuple[Layout, ...]] = {}
     in_pieces: dict[str, set[int]] = {}
-    for use in sorted(pairing.uses, key=_follows_a_weight):  # a bias follows the layout of its weight
+    # a bias, or the gain of a normalised weight, follows the layout of its weight
+    for use in sorted(pairing.uses, key=lambda use: "bias" in use.owners[0][3] or use.owners[0][3].endswith("_g")):
         given = _merge(hinted.blocks, use.names)
         spec = {**_merge(implied, use.names), **_inherited(pairing, layouts, sides, use), **given}
         layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec, given)
@@ -148,12 +149,6 @@ def _rescale_of_gains(
         by, offset = given.get(gain, (1.0, 0.0))
         answer[gain] = by * own, offset
     return answer
-
-
-def _follows_a_weight(use: Use) -> bool:
-    """Whether a parameter has the layout of another of its layer: a bias, or the gain of a normalised weight."""
-    attribute = use.owners[0][3]
-    return "bias" in attribute or attribute.endswith("_g")
 
 
 def _growth(

@@ -188,7 +188,12 @@ def wide_buffers(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuil
     if rebuild is not None and any(entry.kept for entry in plan.buffers.values()):
         with parameters_on_meta(), torch.random.fork_rng(devices=[]):
             rebuilt = dict(rebuild().named_buffers())
-        refuse_other_shapes(rebuilt, wide)
+        for name, target in wide.named_buffers():
+            if name not in rebuilt or rebuilt[name].shape != target.shape:
+                raise UserError(
+                    f"rebuild: the model that it builds has no buffer {name!r} of shape {tuple(target.shape)}. Let it "
+                    "build the wide model"
+                )
     answer = {}
     sources = dict(narrow.named_buffers())
     for name, target in wide.named_buffers():
@@ -210,15 +215,6 @@ def refuse_unknown_buffers(plan: Plan, wide: nn.Module, rebuild: Rebuild | None)
                 f"buffer {name!r} {entry.narrow_shape} → {entry.wide_shape} is not saved with the model, and the wide "
                 "model has no value for it: it is on the meta device, or holds NaN. Build the wide model on a device, "
                 "or give upscale a function that builds it"
-            )
-
-
-def refuse_other_shapes(rebuilt: dict[str, Tensor], wide: nn.Module) -> None:
-    for name, target in wide.named_buffers():
-        if name not in rebuilt or rebuilt[name].shape != target.shape:
-            raise UserError(
-                f"rebuild: the model that it builds has no buffer {name!r} of shape {tuple(target.shape)}. Let it "
-                "build the wide model"
             )
 
 
