@@ -207,7 +207,7 @@ class _Check:
 
     def __init__(self, narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call, dtype: torch.dtype) -> None:
         self.plan, self.call, self.dtype = plan, call, dtype
-        self.planned = planned_layouts(plan)
+        self.planned = planned_layouts((*plan.parameters.values(), *plan.buffers.values()))
         self.modes = {name: module.training or not narrow.training for name, module in narrow.named_modules()}
         self.narrow, self.vary, self.reference = self._first_pass(narrow)
         if not self.reference.outputs:

@@ -54,7 +54,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         growths = self.plan.parameters.values()
-        self.planned = planned_layouts(self.plan)
+        self.planned = planned_layouts((*growths, *self.plan.buffers.values()))
         self.fractions = {growth.ratio(axis) for growth in growths for axis in growth.fractional_axes}
         # the output of a norm or a matrix in role `readout` carries the 1/k of the readout behind it, and any output
         # the unit of what produced it

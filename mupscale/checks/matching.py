@@ -1,7 +1,7 @@
 """Checks whether a tensor is a multiple of another one, duplicated along its growing axes, and finds how."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from types import MappingProxyType
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mupscale.widening.axes import Layout, Piece, duplicate, evenly, wide_length
-from mupscale.widening.plan_text import Plan
+from mupscale.widening.growth import Growth
 
 _MOST_LAYOUTS = 1024
 MASKED = 1e30
@@ -39,10 +39,10 @@ def match(narrow: Tensor, wide: Tensor, tolerance: float, planned: Planned = Map
     return _matched_by_units(narrow, wide, tolerance)
 
 
-def planned_layouts(plan: Plan) -> Planned:
-    """The layouts of all parameters and buffers."""
+def planned_layouts(growths: Iterable[Growth]) -> Planned:
+    """The layouts of these parameters and buffers."""
     answer: dict[tuple[int, int], list[Layout]] = {}
-    for entry in (*plan.parameters.values(), *plan.buffers.values()):
+    for entry in growths:
         for sizes, layout in zip(zip(entry.narrow_shape, entry.wide_shape, strict=True), entry.layouts, strict=True):
             if layout not in answer.setdefault(sizes, []):
                 answer[sizes].append(layout)

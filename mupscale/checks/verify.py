@@ -1,6 +1,6 @@
 """Checks dynamic equivalence: trains narrow and wide copies side by side in float64, and compares them."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -194,14 +194,10 @@ def verify(
         dropout = tuple(name for name, module in narrow.named_modules() if module.training and dropout_of(module))
         if verdict.passed or not dropout:
             return verdict
-        return replace(_verify(_without(narrow, dropout), wide, *settings), dropout=dropout)
-
-
-def _without(model: nn.Module, names: Collection[str]) -> nn.Module:
-    twin = copied("verify: narrow", model)
-    for name in names:
-        twin.get_submodule(name).eval()
-    return twin
+        without = copied("verify: narrow", narrow)
+        for name in dropout:
+            without.get_submodule(name).eval()
+        return replace(_verify(without, wide, *settings), dropout=dropout)
 
 
 def _verify(

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
+from mupscale.checks.matching import Planned, planned_layouts
 from mupscale.text_tables import starred
 from mupscale.widening import modules
-from mupscale.widening.axes import Axis, Layout, Piece, centre_, evenly, narrow_length, wide_length
+from mupscale.widening.axes import Axis, Layout, Piece, centre_, evenly
 from mupscale.widening.growth import Growth
 from mupscale.widening.pairing import Pairing, Use
 from mupscale.widening.plan_text import Plan
@@ -130,15 +131,10 @@ class Hypothesis:
             target.add_(noise, alpha=0.3 * float(target.abs().square().mean().sqrt()))
             self._written.pop(name, None)
 
-    def planned(self) -> dict[tuple[int, int], list[Layout]]:
+    def planned(self) -> Planned:
         """The layouts of the axes that grow, by their sizes, the first guess before others."""
-        found: dict[tuple[int, int], dict[Layout, None]] = {}
-        for assumed in self.assumed.values():
-            for layout in assumed.layouts:
-                sizes = narrow_length(layout), wide_length(layout)
-                if sizes[0] != sizes[1]:
-                    found.setdefault(sizes, {first_layout(*sizes): None}).setdefault(layout)
-        return {sizes: list(layouts) for sizes, layouts in found.items()}
+        found = planned_layouts(self.assumed.values()).items()
+        return {sizes: [first_layout(*sizes), *layouts] for sizes, layouts in found if sizes[0] != sizes[1]}
 
     def own(self, module: str) -> list[str]:
         """The names, as assumed, of the parameters that a module itself holds."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
-from mupscale.checks.matching import MASKED, Match, Planned, match
+from mupscale.checks.matching import Match, Planned, match
 from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
 from mupscale.errors import UserError
-from mupscale.widening.axes import Layout, Piece, duplicate, wide_length
+from mupscale.widening.axes import Layout, Piece, wide_length
 
 Cut = tuple[int, ...]
 """The lengths of the sections of an axis."""
@@ -150,16 +150,6 @@ class Recording:
     def _note(self, name: str, kind: Kind, values: Any) -> None:
         self.events.append(Event(name, kind, _copies(values), [*self._made]))
         self._made.clear()
-
-
-def agrees(narrow: Tensor, wide: Tensor, found: Match, tolerance: float) -> bool:
-    """Whether a tensor is made of the narrow one as it was found before."""
-    wanted = duplicate(narrow, found.layouts) * found.ratio
-    counted = wanted.abs() < MASKED
-    if not bool(counted.any()):
-        return bool(torch.equal(wide.isfinite(), wanted.isfinite()))
-    size = float(wanted[counted].abs().max())
-    return bool(((wide - wanted)[counted].abs() <= tolerance * size).all())
 
 
 def _copies(values: Any) -> list[Tensor]:

@@ -6,15 +6,15 @@ from itertools import combinations, islice
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.comparison import gradient_errors
+from mupscale.checks.comparison import gradient_errors, relative_error, size_of
 from mupscale.checks.matching import match
 from mupscale.checks.recording import buffers_kept, training_mode
 from mupscale.discovery.changes import Change, Proposals, pairs
 from mupscale.discovery.hypothesis import Hypothesis, State, is_known
-from mupscale.discovery.passes import Call, Outcome, Recording, agrees, compare, gradients, paired, returned
+from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients, paired, returned
 from mupscale.errors import UserError
 from mupscale.text_tables import Watch, starred, unwatched
-from mupscale.widening.axes import is_mixed
+from mupscale.widening.axes import duplicate, is_mixed
 from mupscale.widening.growth import Growth
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.table import Side
@@ -99,8 +99,11 @@ class Search:
         self.hypothesis.add_centred_noise(names)
         with torch.set_grad_enabled(self.with_graph), buffers_kept(self.hypothesis.wide):
             outputs = returned(self.hypothesis.wide, self.call)
-        rows = zip(self.narrow.outputs, outputs, self._agreed.matches[-1], strict=True)
-        return all(agrees(before, after.detach(), found, self.tolerance) for before, after, found in rows)
+        for before, after, found in zip(self.narrow.outputs, outputs, self._agreed.matches[-1], strict=True):
+            wanted = duplicate(before, found.layouts) * found.ratio
+            if not relative_error(after.detach().to(wanted), wanted, size_of(wanted)) <= self.tolerance:
+                return False
+        return True
 
     def differs_in_training(self) -> bool:
         """Whether the models return something else in training mode, apart from the masks of dropout layers."""

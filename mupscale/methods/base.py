@@ -3,20 +3,8 @@
 Each width axis n → ñ has two ñ × n maps: `out`, what the new units produce, and `inn`, how they are read. A weight W
 that reads axis x and writes axis y becomes W̃ = out_y · W · inn_xᵀ + N. The function is preserved if innᵀ · out = 1 on
 every axis, `out` commutes with the nonlinearities and norms, and N · out_x = 0. The gradient is inn_y · G · out_xᵀ; the
-rules for optimizer state and hyperparameters follow from it, and with them the training is preserved too.
-
-A method defines:
-
-plan        the layout of every axis, which is `out`: how many copies each unit gets, and where
-fit         a short run on batches of data that learns the maps; most methods need none
-widen_      the weights: `inn`, and the deterministic part of N
-edit_       a change across layers, after all weights are written
-noise       the random part of N, or None
-state       what happens to the optimizer state (`stepping.py`)
-hyperparameters
-            `table` rescales learning rate, eps and weight decay as the maps imply, `same` keeps them
-scale       what the weight and the gradient of a parameter are multiplied by
-claim       whether function and dynamics are preserved, for a model; `checks/claims.py` measures it
+rules for optimizer state and hyperparameters follow from it, and with them the training is preserved too. What a method
+defines is in docs/which_growth.md, and below.
 """
 
 from abc import ABC, abstractmethod
