@@ -102,7 +102,7 @@ def test_a_least_rate_of_all_groups_is_refused_before_training(tmp_path: Path) -
         return schedules.SequentialLR(optimizer, [schedules.LinearLR(optimizer), least(optimizer)], [5])
 
     for schedule in (least, later):
-        with pytest.raises(UserError, match=r"OwnMLP.configure_optimizers: CosineAnnealingLR .*eta_min = 0.001.*Use a"):
+        with pytest.raises(UserError, match=r"OwnMLP.configure_optimizers: (Cosine|Seq)\w+LR .*eta_min = 0.001.*Use a"):
             fit(own(scaled, schedule), tmp_path, UpscaleCallback(20, 24))
     assert list(tmp_path.iterdir()) == []
     fit(own(scaled, least), tmp_path, steps=5)
