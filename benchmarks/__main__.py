@@ -14,6 +14,7 @@ NAMES = {
     "data": "the data modules, beside a plain DataLoader",
     "ladder": "GPT-2 of fixed sizes and grown, at equal FLOPs",
     "ladder_tables": "the tables of docs/results/ladder.md, from the ends of these runs",
+    "released": "a released checkpoint, trained on as it is and twice as large",
     "stack": "many trials as one program, beside one after another",
 }
 

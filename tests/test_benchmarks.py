@@ -14,7 +14,7 @@ import torch
 from paths import ROOT
 from programs import run_program
 
-from benchmarks import ladder
+from benchmarks import ladder, released
 from benchmarks.__main__ import NAMES, main
 from mupscale.callbacks import upscale
 from mupscale.models import gpt2
@@ -198,6 +198,21 @@ def test_a_start_that_exists_costs_nothing(tmp_path: Path) -> None:
     assert result["ends"][0]["tokens"] == (8 + 20) * 32
     branch = [tokens for power, tokens, *_ in result["curve"] if power == 0.0]
     assert min(branch) > (8 + 16) * 32 >= max(tokens for power, tokens, *_ in result["curve"] if power is None)
+
+
+@pytest.mark.exhaustive
+def test_a_released_checkpoint_is_trained_on(tmp_path: Path) -> None:
+    main(["released", "--quick", "--lrs", "0.004", "--device", "cpu", "--out", str(tmp_path)])
+    rows = list(csv.DictReader((tmp_path / "released.csv").read_text().splitlines()))
+    by_arm = {row["arm"]: row for row in rows if row["share"] == "1.0"}
+    assert list(by_arm) == list(released.ARMS)
+    before = {arm: float(row["loss_before"]) for arm, row in by_arm.items()}
+    kept = before["as it is"]
+    assert before["twice as wide"] == before["twice as deep, identity"] == kept
+    assert before["twice as deep, stack"] != kept
+    spent = [float(row["flops"]) for row in by_arm.values()]
+    assert max(spent) < 1.1 * min(spent), "up to a step"
+    assert all(float(row["loss"]) < kept for row in by_arm.values())
 
 
 def test_a_ladder_counts_every_parameter() -> None:
