@@ -121,7 +121,7 @@ class Curves(Strides):
         self._step = trainer.global_step
         if (
             trainer.global_step != self._mark[1]
-            and stepped(trainer)
+            and not accumulates(trainer)
             and log_interval(trainer)
             and trainer.global_step % log_interval(trainer) == 0
         ):
@@ -212,7 +212,6 @@ class Curves(Strides):
         return float(trainer.strategy.reduce(torch.as_tensor(mean, device=module.device), reduce_op="mean"))
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Looks for losses that are not finite, between two times that log."""
         if self.watches and self._count:
             self._report(trainer, self._mean(trainer, module))
 
@@ -299,11 +298,6 @@ def describe_loss(bad: tuple[int, Width | None, float]) -> str:
     step, width, loss = bad
     at_width = "" if width is None else f", width {width}"
     return f"the training loss is {loss} at step {step} (the first step is 0){at_width}"
-
-
-def stepped(trainer: Trainer) -> bool:
-    """Whether the batch that just ended was the last of its accumulation window."""
-    return not accumulates(trainer)
 
 
 def samples_of(module: LightningModule, batch: Any) -> int:

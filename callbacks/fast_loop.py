@@ -163,7 +163,6 @@ class LeanEpochLoop(EpochLoop):
         return self.count_step(module, captured(batch))
 
     def count_step(self, module: LightningModule, loss: Tensor) -> dict[str, Tensor]:
-        """Counts a step that Lightning did not take."""
         optimizer = self.automatic_optimization.optim_progress.optimizer
         optimizer.step.increment_by(1)
         optimizer.zero_grad.increment_by(1)
@@ -259,7 +258,6 @@ def why_single(trainer: Trainer) -> str | None:
 
 
 def refuse_capture(trainer: Trainer) -> None:
-    """Raises a UserError, with the reason, if a step cannot be one graph."""
     reason = why_single(trainer)
     if reason is None and not plain(trainer):
         reason = f"trainer.precision = {trainer.precision} converts inputs; use 32-true or bf16-mixed"

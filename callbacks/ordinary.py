@@ -86,7 +86,6 @@ class OrdinaryGrowth:
         self.is_done = False
 
     def start(self, trainer: Trainer, module: LightningModule, earlier: Sequence["OrdinaryGrowth"]) -> None:
-        """At the start of the training, before the first batch."""
         for optimizer in trainer.optimizers:
             _refuse_strangers(module, optimizer)
             attach(module, optimizer)

@@ -404,7 +404,6 @@ class ResumePoints(ModelCheckpoint):
             trainer.strategy.barrier()
 
     def leave(self, count: int, but: Path) -> None:
-        """Deletes all but the newest."""
         there = {path: step_of(path) for path in self.folder.glob("step=*.ckpt") if path != but}
         older = sorted((path for path in there if there[path] < step_of(but)), key=lambda path: there[path])
         for path in there.keys() - set(older[-count:]):
@@ -423,7 +422,6 @@ def refuse_filename(policy: ModelCheckpoint) -> None:
 
 
 def others_than(policy: ModelCheckpoint, trainer: Trainer) -> list[ModelCheckpoint]:
-    """The checkpoint callbacks that the user added."""
     return [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint) and c is not policy]
 
 
@@ -466,7 +464,6 @@ def _link_file(path: str, other: str) -> None:
 
 
 def delete(path: Path) -> None:
-    """Deletes a checkpoint, a file or a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -481,7 +478,6 @@ def delete_partial_files(*folders: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint of ResumePoints."""
     digits = path.stem.removeprefix("step=")
     return int(digits) if digits.isdigit() else -1
 
@@ -523,7 +519,6 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._note)
 
     def end(self) -> None:
-        """Puts the former handlers back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

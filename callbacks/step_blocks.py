@@ -17,21 +17,8 @@ from torch import Tensor
 
 from mupscale.callbacks.strides import Strides, strides_of
 from mupscale.cuda_graph import CapturedStep, step_kind
+from mupscale.models import _lightning_loop as loops
 from mupscale.models._lightning import callbacks_of
-from mupscale.models._lightning_loop import (
-    Place,
-    batches_left,
-    epochs_are_plain,
-    leave_steps,
-    pass_epoch,
-    pass_steps,
-    place_in_data,
-    steps_before_the_end,
-    steps_before_validation,
-    steps_to_validation,
-    training_loader,
-    validates,
-)
 from mupscale.models.base import Growable
 
 OF_STEPS = ("on_train_batch_start", "on_train_batch_end")
@@ -55,16 +42,16 @@ class StepBlocks:
         module = trainer.lightning_module
         assert isinstance(module, Growable)
         self._trainer, self._module = trainer, module
-        self._loader: Any = training_loader(trainer)
+        self._loader: Any = loops.training_loader(trainer)
         self._strides = strides_of(trainer)
         self._is_scheduled = bool(trainer.lr_scheduler_configs)
-        self._passes_epochs = not validates(trainer) and not has_hooks(trainer, OF_EPOCHS)
+        self._passes_epochs = not loops.validates(trainer) and not has_hooks(trainer, OF_EPOCHS)
         self._most = FIRST
 
     def take(self, captured: CapturedStep) -> bool:
         """Takes all steps up to the next that needs hooks; False if that is the next one."""
         trainer = self._trainer
-        left, place, step = self._free_steps(), place_in_data(trainer), trainer.global_step
+        left, place, step = self._free_steps(), loops.place_in_data(trainer), trainer.global_step
         first_step = step
         is_there = (self._loader.epoch, self._loader.position) == (place.epoch, place.position)
         if left < 1 or not is_there:
@@ -89,18 +76,18 @@ class StepBlocks:
             self._account_for(under_way)
         if trainer.global_step == first_step:
             return False
-        leave_steps(trainer, validated=False)
+        loops.leave_steps(trainer, validated=False)
         return True
 
     def _free_steps(self) -> float:
         return free_steps(self._trainer, self._strides, self._passes_epochs)
 
-    def _launch(self, captured: CapturedStep, place: Place, step: int, most: float) -> "Block | None":
+    def _launch(self, captured: CapturedStep, place: loops.Place, step: int, most: float) -> "Block | None":
         """Launches steps, up to the next after which a callback has something to do; None if the graph does not fit."""
         trainer, optimizer = self._trainer, self._trainer.optimizers[0]
         started = time.perf_counter()
         strides = [callback.stride(trainer, step) for callback in self._strides]
-        count = int(min([most, self._most, steps_to_validation(trainer, place), *strides]))
+        count = int(min([most, self._most, loops.steps_to_validation(trainer, place), *strides]))
         losses: list[Tensor] = []
         taken: Any = None
         for position in range(place.position, place.position + count):
@@ -131,16 +118,16 @@ class StepBlocks:
 
     def _count(self, position: int, steps: int) -> None:
         """Counts steps from this position of an epoch on; from the beginning, the epoch before has ended."""
-        if position == 0 and batches_left(self._trainer) == 0:
-            pass_epoch(self._trainer)
-        pass_steps(self._trainer, steps)
+        if position == 0 and loops.batches_left(self._trainer) == 0:
+            loops.pass_epoch(self._trainer)
+        loops.pass_steps(self._trainer, steps)
 
 
 class Block(NamedTuple):
     """Launched steps: how many, where in the data they end, a batch like theirs, their losses, and when they began."""
 
     steps: int
-    end: Place
+    end: loops.Place
     batch: Any
     losses: "HostCopy"
     started: float
@@ -172,16 +159,16 @@ def takes_blocks(trainer: Trainer) -> bool:
     """Whether a captured fit has steps that need no hooks."""
     if not isinstance(trainer.lightning_module, Growable) or has_hooks(trainer, OF_STEPS):
         return False
-    return training_loader(trainer) is not None and epochs_are_plain(trainer)
+    return loops.training_loader(trainer) is not None and loops.epochs_are_plain(trainer)
 
 
 def free_steps(trainer: Trainer, strides: Sequence[Strides], passes_epochs: bool) -> float:
     """How many of the next steps need no hooks; ends of epochs and validations among them, if it `passes_epochs`."""
     if trainer.should_stop or trainer.received_sigterm:
         return 0  # it continues until min_epochs or min_steps
-    steps = steps_before_the_end(trainer)
+    steps = loops.steps_before_the_end(trainer)
     if not passes_epochs:
-        steps = min(steps, steps_before_validation(trainer))
+        steps = min(steps, loops.steps_before_validation(trainer))
     return max(0, min([steps, *(callback.free_steps(trainer, trainer.lightning_module) for callback in strides)]))
 
 

@@ -44,7 +44,6 @@ class LossFirstLogger(TensorBoardLogger):
 
     @property
     def experiment(self) -> "SummaryWriter":
-        """TensorBoard's writer."""
         open_writer(self)
         return super().experiment
 

@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from mupscale.callbacks.curves import Curves, stepped
+from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.upscale import swaps_of
 from mupscale.errors import UserError
 from mupscale.methods.noise import SignalNoise, save_constants
 from mupscale.models._lightning import callbacks_of
-from mupscale.models._lightning_loop import steps_before_validation, validates
+from mupscale.models._lightning_loop import accumulates, steps_before_validation, validates
 from mupscale.models.base import Growable, init_contexts, without_log
 
 DIVERGED = 10
@@ -142,17 +142,19 @@ class TrialMetric(Strides):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, Growable)
-        loss = pl_module.loss_of_step(outputs)
+        loss, has_stepped = pl_module.loss_of_step(outputs), not accumulates(trainer)
         if loss is not None:
             loss = loss.double()
             # the step that this batch belongs to, counted from 0
-            self._add(trainer.global_step - stepped(trainer), loss)
+            self._add(trainer.global_step - has_stepped, loss)
         if str(pl_module.size) != self._size:  # the first batch, or the first after a swap
             self._size = str(pl_module.size)
             if loss is not None and math.isfinite(loss):
                 self._reference = max(self._reference, float(loss))
             self._save_noise(trainer)
-        if stepped(trainer) and (trainer.global_step % self._interval == 0 or trainer.global_step == self._steps):
+        if not accumulates(trainer) and (
+            trainer.global_step % self._interval == 0 or trainer.global_step == self._steps
+        ):
             self._check(trainer)
         if any(swap.is_due(trainer, pl_module) for swap in swaps_of(trainer)):
             self._check_before_swap(trainer, pl_module)

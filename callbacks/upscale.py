@@ -36,27 +36,17 @@ from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise
+from mupscale.models import growth_check
 from mupscale.models._lightning import callbacks_of, hands_weights_back, is_trial_run, set_callbacks
-from mupscale.models.arguments import refuse_bad_width
-from mupscale.models.base import Growable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
-from mupscale.models.checkpoint import (
-    CHECKPOINT_KEY,
-    PRE_UPSCALE,
-    Layers,
-    Size,
-    Width,
-    our_part,
+from mupscale.models.base import (
+    Growable,
+    has_own_optimizers,
+    hint_of_parameters_outside,
+    parameters_outside,
+    refuse_bad_width,
 )
+from mupscale.models.checkpoint import CHECKPOINT_KEY, PRE_UPSCALE, Layers, Size, Width, our_part
 from mupscale.models.checkpoint_files import files_of, write_whole_files
-from mupscale.models.growth_check import (
-    REMEDY,
-    check_growth,
-    depth_between,
-    find_residual_outputs,
-    pending_residual,
-    refuse_inexact,
-    undeclared_lists,
-)
 from mupscale.models.ordinary import Recipe
 from mupscale.text_tables import notes_by_layer
 from mupscale.widening.hints import Hints
@@ -211,7 +201,6 @@ class UpscaleCallback(Swap, Strides):
 
     @property
     def target(self) -> str:
-        """What a module grows to, in words."""
         if self.ordinary is None:
             return " and ".join(self._goals(" "))
         changed = self.ordinary.recipe.hparams
@@ -374,7 +363,6 @@ class UpscaleCallback(Swap, Strides):
         return is_smaller(module.size, self.size_after(module.size))
 
     def _begin_ahead(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        """Begins to compile the wide network, if this is the next growth of the run."""
         if not isinstance(module, Growable) or not pays_ahead(trainer, module):
             return
         coming = [swap for swap in swaps_of(trainer) if swap._is_to_come(module)]
@@ -440,8 +428,8 @@ class UpscaleCallback(Swap, Strides):
         with generators_kept([]):  # building a network must not move the run's random numbers
             try:
                 narrow, wide = (module.network(*size, meta=True) for size in (before, self.size_after(before)))
-                residual = pending_residual(narrow, wide, self.depth, self.residual)
-                depth = depth_between(narrow, wide, self.depth)
+                residual = growth_check.pending_residual(narrow, wide, self.depth, self.residual)
+                depth = growth_check.depth_between(narrow, wide, self.depth)
                 growth = self.method.plan(narrow, wide, Hints(depth=depth, residual=residual))
             except ValueError as error:
                 there = f"the width before it, {before.width}" if self.layers is None else f"the {before} before it"
@@ -490,13 +478,13 @@ class UpscaleCallback(Swap, Strides):
         """The lists of layers of which only a batch shows what makes new ones add nothing."""
         with generators_kept([]):
             narrow, wide = (module.network(*size, meta=True) for size in (before, self.size_after(before)))
-            return undeclared_lists(narrow, wide, self.depth, {})
+            return growth_check.undeclared_lists(narrow, wide, self.depth, {})
 
     def probe(self, module: Growable, before: Size, batch: Any) -> None:
         """Finds what makes new layers add nothing, where their class does not declare it."""
         lists = self.undeclared(module, before)
         try:
-            self.residual = find_residual_outputs(module, before, lists, batch) if lists else {}
+            self.residual = growth_check.find_residual_outputs(module, before, lists, batch) if lists else {}
         except UserError as error:
             if self.depth == "identity":
                 raise UserError(f"{self._goal}: {error}") from error
@@ -509,8 +497,8 @@ class UpscaleCallback(Swap, Strides):
         self.probe(module, before, batch)
         if not self._keeps_function:
             return
-        found = check_growth(module, before, self.size_after(before), batch, self.depth, self.residual)
-        refuse_inexact(self._goal, before, found)
+        found = growth_check.check_growth(module, before, self.size_after(before), batch, self.depth, self.residual)
+        growth_check.refuse_inexact(self._goal, before, found)
         if found.exact is None:
             rank_zero_info(f"whether growth from {before} to {self.size_after(before)} is exact was {found}")
 
@@ -596,13 +584,11 @@ class UpscaleCallback(Swap, Strides):
 
 
 def growth_text(summary: dict[str, Any]) -> str:
-    """From which size to which a module grew, in words."""
     noun = "" if isinstance(summary["before"], str) else "width "
     return f"{noun}{summary['before']} → {summary['after']}"
 
 
 def swaps_of(trainer: Trainer) -> list[UpscaleCallback]:
-    """The upscales of a run, in their order."""
     return sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
 
 
@@ -661,7 +647,7 @@ def _refuse_jump(before: Measured, after: Measured, trainer: Trainer, growth: st
     if abs(now - then) > (1e-3 if is_fine else 5e-2) * max(abs(then), abs(now), 1e-3):
         raise RefusedSwap(
             f"the loss of a batch changed from {then:.6g} to {now:.6g}, but {growth} keeps it: the model is not "
-            f"widened exactly. {REMEDY}"
+            f"widened exactly. {growth_check.REMEDY}"
         )
 
 
@@ -673,7 +659,6 @@ def is_smaller(size: Size, target: Size) -> bool:
 
 
 def is_narrower(width: Width, target: Width) -> bool:
-    """Whether a width is smaller than the target, in at least one layer."""
     layers = max(len(w) if isinstance(w, list) else 1 for w in (width, target))
     widths, targets = (w if isinstance(w, list) else [w] * layers for w in (width, target))
     return any(a < b for a, b in zip(widths, targets, strict=False))  # of lists of unequal length `plan` tells

@@ -1,8 +1,8 @@
 """Private names of Lightning's trainers, modules, loggers, weight averaging and command line.
 
-Every use of a private name of Lightning is in a file `_lightning*.py`, or in callbacks/run_checkpoint.py;
-tests/test_seams.py fails if a release changes one. The files are in models/ because models/ is the lowest package that
-imports Lightning; callbacks and commands use them too.
+Every use of a private name of Lightning is in a file `_lightning*.py`, or in exact_resume.py or run_checkpoint.py
+of callbacks/; tests/test_seams.py fails if a release changes one. The files are in models/ because models/ is the
+lowest package that imports Lightning; callbacks and commands use them too.
 """
 
 import copy
@@ -48,7 +48,6 @@ def profiler_of(trainer: Trainer) -> Profiler:
 
 
 def is_trial_run(trainer: Trainer) -> bool:
-    """Whether `trainer.fast_dev_run` is on."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
@@ -69,7 +68,6 @@ def is_remote(path: Any) -> bool:
 
 
 def log_interval(trainer: Trainer) -> int:
-    """`trainer.log_every_n_steps`."""
     return trainer.log_every_n_steps  # type: ignore[attr-defined]
 
 
@@ -90,7 +88,6 @@ def attach_trainer(module: LightningModule, trainer: Any) -> Iterator[None]:
 
 
 def configured_optimizers(module: LightningModule) -> tuple[list[Optimizer], list[Any]]:
-    """The optimizers and the schedules of the trainer that a module is attached to."""
     trainer = module.trainer
     return trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
 
@@ -122,7 +119,6 @@ OF_EVERY_MODULE = frozenset(
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Whether the module itself went through `torch.compile`."""
     return module._compiler_ctx is not None
 
 
@@ -140,7 +136,6 @@ def optimizers_of(configured: Any) -> list[Optimizer]:
 
 
 def schedulers_of(configured: Any) -> list[Any]:
-    """The learning-rate schedules in what `configure_optimizers` returned."""
     _, schedulers, _ = _configure_optimizers(configured)
     return [given["scheduler"] if isinstance(given, dict) else given for given in schedulers]
 
@@ -158,7 +153,6 @@ def detects_anomalies(trainer: Trainer) -> bool:
 
 
 def update_callback_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
-    """Sets metrics that schedulers, callbacks and checkpoints read."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
@@ -202,7 +196,6 @@ def close_writer(logger: TensorBoardLogger) -> None:
 
 
 def forget_version(logger: TensorBoardLogger | CSVLogger) -> None:
-    """Makes a logger look for a free version again."""
     logger._version = None
 
 
@@ -233,12 +226,10 @@ def set_average(callback: WeightAveraging, average: AveragedModel) -> None:
 
 
 def average_device(callback: WeightAveraging, module: LightningModule) -> torch.device:
-    """Where a callback keeps its average."""
     return torch.device(callback._device or module.device)
 
 
 def averaged_copy(callback: WeightAveraging, module: LightningModule) -> AveragedModel:
-    """A new average, of the module as it is."""
     device = average_device(callback, module)
     return AveragedModel(module, device=device, use_buffers=callback._use_buffers, **callback._kwargs)
 
@@ -315,6 +306,5 @@ class OpenCLI(LightningCLI):
         super()._run_subcommand(self.subcommand)
 
     def subcommand_arguments(self) -> dict[str, Any]:
-        """The arguments of the trainer's method."""
         assert self.subcommand is not None
         return self._prepare_subcommand_kwargs(self.subcommand)

@@ -39,7 +39,6 @@ class EpochLoop(_TrainingEpochLoop):
 
     @property
     def logged(self) -> Any:
-        """What `self.log` has logged in this epoch."""
         return self._results
 
     @property
@@ -47,7 +46,6 @@ class EpochLoop(_TrainingEpochLoop):
         return bool(self._num_ready_batches_reached())
 
     def is_validation_next(self, data_fetcher: Any) -> bool:
-        """Whether the step just taken is followed by a validation."""
         return not self._skip_next_val and bool(self._should_check_val_fx(data_fetcher))
 
     def finish_validation(self, data_fetcher: Any) -> bool:
@@ -126,7 +124,6 @@ class FitParts:
         return self._goes_on(in_epoch=True)
 
     def finish(self) -> None:
-        """Does what `fit` does after its last step."""
         trainer = self._trainer
         trainer._teardown()
         _call_callback_hooks(trainer, "on_fit_end")
@@ -146,7 +143,6 @@ class FitParts:
 
     @property
     def data(self) -> Any:
-        """What `advance` of the loop over batches takes."""
         return self._trainer.fit_loop._data_fetcher
 
     def _goes_on(self, *, in_epoch: bool) -> bool:
@@ -206,7 +202,6 @@ def validation_loader(trainer: Trainer) -> tuple[Any, int] | None:
 
 
 def batches_left(trainer: Trainer) -> int:
-    """How many batches of this epoch are still to come."""
     return int(trainer.num_training_batches) - trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 

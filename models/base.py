@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from inspect import Parameter, signature
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,14 +23,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
-from mupscale._torch import is_too_large
+from mupscale._torch import inner_schedulers, is_too_large
 from mupscale.base_shapes import Init, apply_mup, clip_grad_norm_, set_base_shapes
 from mupscale.checks.recording import generators_kept, leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_level, refuse_unless_whole
 from mupscale.models._lightning import averaged_copy, averaging_callbacks, set_average, trainer_of
-from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters, refuse_bad_width
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     Layers,
@@ -46,6 +46,7 @@ from mupscale.models.checkpoint import (
 )
 from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
 from mupscale.widening.pairing import refuse_lazy
+from mupscale.widening.state import refuse_bad_levels
 from mupscale.widening.stepping import attach
 from mupscale.widening.write import carry_frozen_, carry_modes_
 
@@ -514,3 +515,47 @@ def _too_wide(key: str, width: Width) -> str:
 
 def doubled(width: Width) -> Width:
     return [2 * w for w in width] if isinstance(width, list) else 2 * width
+
+
+# --- arguments
+
+
+def refuse_bad_width(key: str, width: Any) -> None:
+    widths = width if isinstance(width, list | tuple) else [width]
+    for each in widths or [None]:
+        if isinstance(each, bool) or not isinstance(each, Integral) or each < 1:
+            raise UserError(f"{key} must be a whole number of at least 1, or a list of them; got {width!r}")
+
+
+def refuse_bad_counts(**counts: Any) -> None:
+    for key, count in counts.items():
+        refuse_unless_whole(f"model.{key}", count)
+
+
+def refuse_bad_hyperparameters(optimizer: Optimizer, trainer: Trainer | None) -> None:
+    """Raises a UserError for hyperparameters that are NaN or infinite, and for a clip that is, or that would ascend."""
+    try:
+        refuse_bad_levels(optimizer)
+    except UserError as error:
+        raise UserError(f"model.optimizer: {error}") from error
+    if trainer is not None and trainer.gradient_clip_val is not None:
+        refuse_unless_level("trainer.gradient_clip_val", trainer.gradient_clip_val)
+
+
+def refuse_absolute_rates(scheduler: Any) -> None:
+    """Raises a UserError for a schedule with absolute learning rates, which would erase muP scaling."""
+    for part in inner_schedulers(scheduler):
+        refuse_absolute_rates(part)
+    for attribute in ("eta_min", "max_lrs", "min_lrs"):
+        value = getattr(scheduler, attribute, 0)
+        if any(float(rate) != 0 for rate in (value if isinstance(value, Sequence) else [value])):
+            raise UserError(
+                f"model.lr_scheduler: {type(scheduler).__name__} has an absolute rate ({attribute.removesuffix('s')} = "
+                f"{value}), which erases muP scaling. Use a schedule relative to each group's base rate: LambdaLR, "
+                "LinearLR, CosineAnnealingLR with eta_min = 0, or a SequentialLR of these"
+            )
+    if type(scheduler).__name__ in ("OneCycleLR", "CyclicLR", "SWALR"):
+        raise UserError(
+            f"model.lr_scheduler: {type(scheduler).__name__} sets absolute rates (max_lr, swa_lr), which erases muP "
+            "scaling"
+        )

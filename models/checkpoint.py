@@ -180,26 +180,11 @@ def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], chec
     # a sharded checkpoint has loaded its weights before
     theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")}
     odd = sorted(ours.keys() ^ theirs.keys()) or [name for name in ours if ours[name].shape != theirs[name].shape]
-    refuse_other_kinds(ours, theirs)
     saved, arguments = _by_key(checkpoint["hyper_parameters"]), _by_key(arguments)
     differing = {key: value for key, value in arguments.items() if key not in _FREE and saved.get(key, value) != value}
     if odd or not differing.keys().isdisjoint(("base_width", "base_layers")):
         pairs = [f"model.{key} is {saved[key]} there and {value} here" for key, value in differing.items()]
         raise UserError(f"the checkpoint is of another architecture: {'; '.join(pairs) or f'it differs in {odd[:4]}'}")
-
-
-def refuse_other_kinds(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    """Raises a UserError where copying a checkpoint's tensors would truncate fractions, or drop imaginary parts."""
-    for name in ours.keys() & theirs.keys():
-        here, there = _kind(ours[name]), _kind(theirs[name])
-        if here != there:
-            raise UserError(f"the checkpoint has {there} in {name}, and the network {here}; use another checkpoint")
-
-
-def _kind(tensor: Tensor) -> str:
-    if tensor.is_complex():
-        return "complex numbers"
-    return "fractions" if tensor.is_floating_point() else "whole numbers"
 
 
 def _by_key(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -153,7 +153,6 @@ class CheckpointFiles(TorchCheckpointIO):
         return self._failure is not None
 
     def raise_error(self) -> None:
-        """Raises the error of the thread, once."""
         if self._failure is not None and self._waiting is not None:
             self._waiting.join()  # until all that was to follow is dropped: it may delete older checkpoints
         error, self._failure = self._failure, None

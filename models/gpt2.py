@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mupscale.errors import UserError, refuse_unless_level
-from mupscale.models.arguments import refuse_bad_counts, refuse_bad_width
+from mupscale.models.base import refuse_bad_counts, refuse_bad_width
 from mupscale.models.tasks import LanguageModel
 from mupscale.readout import Readout
 from mupscale.readout_loss import ReadoutLoss

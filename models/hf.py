@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mupscale.errors import UserError, needs_extra
 from mupscale.models._lightning import is_trial_run, run_folder
-from mupscale.models.arguments import refuse_bad_width
+from mupscale.models.base import refuse_bad_width
 from mupscale.models.checkpoint import load_weights
 from mupscale.models.tasks import LanguageModel
 from mupscale.sharding import gathered
@@ -66,7 +66,6 @@ class CausalLMNet(nn.Module):
         return loss if of_routers is None else loss + self.config.router_aux_loss_coef * of_routers
 
     def layers(self) -> list[nn.Module]:
-        """The layers of the model, from the bottom to the top."""
         lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
         return list(max(lists, key=lambda entries: sum(p.numel() for p in entries.parameters()), default=[]))
 
@@ -201,11 +200,6 @@ class HFCausalLM(LanguageModel):
         own_width = hidden_size_of(made)
         width = own_width if width is None else width
         refuse_bad_width("model.width", width)
-        if folder is not None and width != own_width:
-            raise UserError(
-                f"model.width = {width}: the weights in {folder} have a hidden size of {own_width}. Leave it out, and "
-                "grow to another by UpscaleCallback, which may be at step 0"
-            )
         base_width = width if base_width is None else base_width
         found = layers_of(made)
         own_layers = None if found is None else found[1]
@@ -214,11 +208,12 @@ class HFCausalLM(LanguageModel):
             raise UserError(
                 f"model.layers = {layers}: a {made.model_type} has no single number of layers. Leave it out"
             )
-        if folder is not None and layers != own_layers:
-            raise UserError(
-                f"model.layers = {layers}: the weights in {folder} have {own_layers} layers. Leave it out, and grow to "
-                "more by UpscaleCallback, which may be at step 0"
-            )
+        for name, value, own in (("width", width, own_width), ("layers", layers, own_layers)):
+            if folder is not None and value != own:
+                raise UserError(
+                    f"model.{name} = {value}: it is {own} in {folder}. Leave it out, and grow by UpscaleCallback, "
+                    "which may be at step 0"
+                )
         super().__init__(width, base_width, layers=layers, **kwargs)
 
     def build(self, width: int, layers: int | None = None) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mupscale._torch import has_hooks
-from mupscale.models.arguments import refuse_bad_counts
+from mupscale.models.base import refuse_bad_counts
 from mupscale.models.tasks import Classifier
 from mupscale.readout import Readout
 

@@ -107,7 +107,6 @@ def graft_(
 
 
 def ungraft_(module: LightningModule, narrow: LightningModule) -> None:
-    """Puts back what `graft_` has replaced."""
     for key in (*_OF_TORCH, *plain_attributes(narrow)):
         vars(module)[key] = vars(narrow)[key]
     set_hyperparameters(module, narrow.hparams)

@@ -56,7 +56,6 @@ class QuietStep:
         )
 
     def total(self, module: LightningModule) -> Tensor:
-        """The sum of the losses, a number."""
         return torch.stack([loss.detach().double().sum() for loss in self(module)]).sum()
 
     def _arguments(self, module: LightningModule, batch: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.errors import UserError
-from mupscale.models.arguments import refuse_bad_counts
+from mupscale.models.base import refuse_bad_counts
 from mupscale.models.tasks import Classifier
 from mupscale.readout import Readout
 
@@ -84,12 +84,7 @@ class ResNet18(Classifier):
     """The paper's CIFAR ResNet-18."""
 
     def __init__(
-        self,
-        width: int = 64,
-        base_width: int = 64,
-        outputs: int = 100,
-        layers: list[int] | None = None,
-        **kwargs: Any,
+        self, width: int = 64, base_width: int = 64, outputs: int = 100, layers: list[int] | None = None, **kwargs: Any
     ) -> None:
         """
         Args:

@@ -90,7 +90,6 @@ class ShardedCheckpoint:
         return max(1, len({place.relative_path for places in self._places.values() for _, place in places}))
 
     def paths(self, *start: str | int) -> Iterator[Keys]:
-        """The paths of all values that begin with these keys."""
         return (path for path in self._names if path[: len(start)] == start)
 
     def kind(self, path: Keys) -> TensorStorageMetadata | None:
@@ -119,14 +118,12 @@ class ShardedCheckpoint:
         return whole
 
     def parameter_groups(self, optimizer: int) -> list[dict[str, Any]]:
-        """The groups of an optimizer, their parameters by name."""
         groups: dict[int, dict[str, Any]] = {}
         for path in self.paths(f"optimizer_{optimizer}", "param_groups"):
             groups.setdefault(int(path[2]), {})[str(path[3])] = self.read(path)
         return [groups[index] for index in sorted(groups)]
 
     def state_keys(self, optimizer: int, name: str) -> list[str]:
-        """What an optimizer keeps of a parameter, such as exp_avg."""
         return [str(path[3]) for path in self.paths(f"optimizer_{optimizer}", "state", name)]
 
     def whole(self) -> dict[str, Any]:
@@ -180,7 +177,6 @@ class ShardWriter:
         self._closing.close()
 
     def add_value(self, path: Keys, value: Any) -> None:
-        """Writes a value that is not a tensor."""
         self._metadata.state_dict_metadata[_name(path)] = BytesStorageMetadata()
         self._save(path, None, None, value, 0)
 

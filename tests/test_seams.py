@@ -28,7 +28,11 @@ from torch.utils.data import DataLoader
 from mupscale._torch import is_under_transform
 
 PACKAGES = ("mupscale", "models", "callbacks", "datamodules", "benchmarks")
-LIGHTNING_SEAMS = [*sorted((ROOT / "models").glob("_lightning*.py")), ROOT / "callbacks/run_checkpoint.py"]
+LIGHTNING_SEAMS = [
+    *sorted((ROOT / "models").glob("_lightning*.py")),
+    ROOT / "callbacks/exact_resume.py",
+    ROOT / "callbacks/run_checkpoint.py",
+]
 TORCH_SEAM = ROOT / "mupscale/_torch.py"
 
 LIGHTNING = {

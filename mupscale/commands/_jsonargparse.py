@@ -62,7 +62,6 @@ def unknown_key(message: str) -> tuple[str, str | None] | None:
 
 
 def unknown_class(message: str) -> str | None:
-    """The short name of a class that is not known."""
     found = re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)
     return found[1] if found else None
 

@@ -44,7 +44,6 @@ def newest_checkpoint(
 
 
 def is_finished(checkpoint: dict[str, Any]) -> bool:
-    """Whether a checkpoint is the last of its run."""
     return bool(dictionary(dictionary(checkpoint.get("callbacks")).get("ExactResume")).get("finished"))
 
 
@@ -178,7 +177,6 @@ def dictionary(value: Any) -> dict[Any, Any]:
 
 
 def dirpath_of(folder: Path) -> Path | None:
-    """The folder for checkpoints that a run's configuration names."""
     config = folder / "config.yaml"
     content = dictionary(read_yaml(config)) if config.is_file() else {}
     named = dictionary(content.get("checkpoint")).get("dirpath")

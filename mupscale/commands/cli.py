@@ -30,6 +30,7 @@ from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.tensorboard import keep_tables, log_folders
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
+from mupscale.commands import trainer_options
 from mupscale.commands._jsonargparse import arguments_of, did_you_mean, key_and_problem, unknown_class, unknown_key
 from mupscale.commands.checkpoints import checked, dictionary
 from mupscale.commands.config import Config
@@ -39,14 +40,6 @@ from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
 from mupscale.commands.process import without_collections
 from mupscale.commands.run_files import ResultFile, RunStart, SaveConfig
-from mupscale.commands.trainer_options import (
-    is_sharding,
-    listed,
-    refuse_levels,
-    refuse_options,
-    refuse_processes,
-    refuse_values_for_sections,
-)
 from mupscale.data_files import LOADER, read_yaml, yaml_of
 from mupscale.errors import UserError, one_line
 from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
@@ -180,19 +173,19 @@ class CLI(OpenCLI):
             if self.pattern.is_checked:
                 parser.validate(self.config)
             command = self.config.get("subcommand")
-            refuse_levels(self.config[command] if command else self.config)
+            trainer_options.refuse_levels(self.config[command] if command else self.config)
             return
         # Lightning's own way would warn that there is a command line as well
         self.config = parser.parse_args(with_merged_callback_args(args))
         command = self.config.get("subcommand")
         config = self.config[command] if command else self.config
-        refuse_values_for_sections(config)
+        trainer_options.refuse_values_for_sections(config)
         if config["callback_args"]:
             # as if the callbacks had these arguments themselves, also in the run's config.yaml
             values = {"trainer": {"callbacks": with_callback_args(config)}, "callback_args": None}
             self.config = parser.parse_object({command: values} if command else values, cfg_base=self.config)
             config = self.config[command] if command else self.config
-        refuse_levels(config)
+        trainer_options.refuse_levels(config)
         if self.folder is None:
             make_dirpaths_absolute(config)
         if self.pattern is not None and self.given_plainly is not None:
@@ -238,7 +231,7 @@ class CLI(OpenCLI):
                     then, self.plain(self.config), saved.get("global_step", 0), same_place=self.folder is not None
                 )
         self._replace_files(section.model.get("init_args") or {}, saved)
-        if Path(path).is_dir() or is_sharding(section.trainer.get("strategy")):
+        if Path(path).is_dir() or trainer_options.is_sharding(section.trainer.get("strategy")):
             name = section.model.class_path.rpartition(".")[2]
             for key, value in checkpoint_size(saved, name)._asdict().items():
                 if value is not None:
@@ -252,7 +245,6 @@ class CLI(OpenCLI):
             arguments["folder"], arguments["config"] = None, config
 
     def plain(self, config: Any) -> Config:
-        """The section of the command as plain values."""
         return cast(Config, yaml.load(self.dumped(config), LOADER))
 
     def dumped(self, config: Any) -> str:
@@ -284,7 +276,7 @@ class CLI(OpenCLI):
             name = f"{TensorBoardLogger.__module__}.{TensorBoardLogger.__qualname__}"
             place = Namespace(save_dir=None, name="", version=None)
             trainer["logger"] = Namespace(class_path=name, init_args=place)
-        loggers = listed(trainer["logger"])
+        loggers = trainer_options.listed(trainer["logger"])
         for logger, written in zip_longest(loggers, self._log_folders[: len(loggers)]):
             arguments = getattr(logger, "init_args", {})
             if all(name in arguments for name in ("save_dir", "name", "version")):
@@ -296,11 +288,11 @@ class CLI(OpenCLI):
                 arguments["version"] = folder.name
 
     def on_trainer_config(self, config: Any) -> None:
-        given = listed(config["callbacks"])
+        given = trainer_options.listed(config["callbacks"])
         refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
-        refuse_processes(config)
+        trainer_options.refuse_processes(config)
         if self.subcommand in (None, "fit"):
-            refuse_options({**config, "callbacks": given})
+            trainer_options.refuse_options({**config, "callbacks": given})
         self.trainer_defaults["callbacks"] = default_callbacks(
             given,
             logger=bool(config["logger"]),
@@ -481,7 +473,6 @@ def short_names(kind: type[Any]) -> set[str]:
 
 
 def is_abstract(kind: type[Any]) -> bool:
-    """Whether a class of models lacks what each must define."""
     return any(getattr(getattr(kind, name, None), "__isabstractmethod__", False) for name in ("build", "loss"))
 
 
@@ -497,7 +488,7 @@ def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:
 
 def with_callback_args(config: Any) -> list[dict[str, Any]]:
     """The configured callbacks, as plain values, their arguments overridden by `callback_args`."""
-    answer = [callback.as_dict() for callback in listed(config["trainer"]["callbacks"])]
+    answer = [callback.as_dict() for callback in trainer_options.listed(config["trainer"]["callbacks"])]
     for name, arguments in config["callback_args"].items():
         named = [callback for callback in answer if callback["class_path"].rpartition(".")[2] == name]
         if not named:
@@ -550,7 +541,7 @@ def _merged(before: Any, after: Any) -> Any:
 def make_dirpaths_absolute(config: Any) -> None:
     """Replaces relative folders for checkpoints, in config.yaml as well: `resume` and `report` may be started
     elsewhere."""
-    callbacks = [callback.get("init_args") for callback in listed(config["trainer"]["callbacks"])]
+    callbacks = [callback.get("init_args") for callback in trainer_options.listed(config["trainer"]["callbacks"])]
     for arguments in (config["checkpoint"], *(each for each in callbacks if each is not None)):
         dirpath = arguments.get("dirpath")
         if isinstance(dirpath, str) and not is_remote(dirpath):

@@ -27,7 +27,6 @@ MOST_DIFFERENCES = 4
 
 
 def at(config: Config, point: Point) -> Config:
-    """A copy of a configuration with a point's values in it."""
     answer = deepcopy(config)
     for key, value in point.items():
         for node, last in places(answer, key):
@@ -65,7 +64,6 @@ def callbacks_of(config: Config, name: str) -> list[Config]:
 
 
 def class_name(described: Config) -> str:
-    """The short name of the class in a dictionary with a `class_path`."""
     return str(described["class_path"]).rpartition(".")[2]
 
 

@@ -19,8 +19,13 @@ from mupscale.data_files import LOADER
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models._lightning import optimizers_of, schedulers_of
-from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters
-from mupscale.models.base import Growable, doubled, has_own_optimizers
+from mupscale.models.base import (
+    Growable,
+    doubled,
+    has_own_optimizers,
+    refuse_absolute_rates,
+    refuse_bad_hyperparameters,
+)
 from mupscale.models.checkpoint import Size
 from mupscale.widening.groups import continued_groups, refuse_uneven_groups
 from mupscale.widening.layers import Depth
@@ -61,7 +66,6 @@ def upscales(trainer: Trainer) -> list[UpscaleCallback]:
 
 
 def refuse_growths(module: Growable, trainer: Trainer) -> None:
-    """Raises a UserError for a scheduled upscale that `fit` refuses to plan."""
     before = module.size
     for callback in upscales(trainer):
         after = callback.size_after(before)

@@ -26,7 +26,6 @@ class Log:
     damaged: bool = False
 
     def cut(self, step: int) -> None:
-        """Removes what was logged at a step and after it."""
         for table in (self.loss, self.flops, *self.validation.values()):
             for late in [each for each in table if each >= step]:
                 del table[late]

@@ -60,7 +60,6 @@ def higher_is_better(metric: str) -> bool | None:
 
 
 def figure(width: float = 5.2, height: float = 4.0) -> "tuple[Figure, Axes]":
-    """A figure that needs no window system, and its axes."""
     drawn, (ax,) = panels(width, height)
     return drawn, ax
 

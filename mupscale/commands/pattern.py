@@ -62,7 +62,6 @@ class Pattern:
         return self.changes(plain) is not None and _are_of_one_kind(self._plain, plain)
 
     def parsed(self, changes: dict[str, Any]) -> Any:
-        """What a configuration with these changes would be, if it were parsed."""
         answer = deepcopy(self._parsed)
         for key, value in changes.items():
             _put(_section(answer), key.split("."), value)

@@ -104,7 +104,6 @@ def interruptions() -> Iterator[list[int]]:
 
 
 def raise_for(seen: list[int]) -> None:
-    """Raises Terminated or KeyboardInterrupt if a signal has asked this process to end."""
     if seen:
         raise Terminated if signal.SIGTERM in seen else KeyboardInterrupt
 

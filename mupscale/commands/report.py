@@ -15,9 +15,7 @@ from mupscale.errors import as_user_errors, needs_extra
 
 def main(command: str, arguments: list[str]) -> None:
     parser = ArgumentParser(
-        prog="python -m mupscale report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m mupscale report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders of runs, sweeps and experiments")
     parser.add_argument(

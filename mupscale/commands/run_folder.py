@@ -88,12 +88,10 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def write_run(folder: Path, **fields: Any) -> None:
-    """Writes fields to run.json, and keeps its others."""
     write_durably(folder / RUN, (json.dumps({**read_run(folder), **fields}, indent=1) + "\n").encode())
 
 
 def _missing(folder: Path) -> list[Path]:
-    """The folder and those around it that do not exist, from the inside."""
     return [each for each in (folder, *folder.parents) if not each.exists()]
 
 

@@ -12,7 +12,14 @@ from mupscale.commands.cli import descendants, import_classes, is_abstract
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
-from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed, refuse_other_kinds
+from mupscale.models.checkpoint import (
+    CHECKPOINT_KEY,
+    RUN_KEY,
+    Size,
+    mixed_widths,
+    optimizer_names,
+    refuse_malformed,
+)
 from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
 from mupscale.widening.groups import SOURCE_GROUP, continued_groups, sources_of
 from mupscale.widening.layers import standing_in
@@ -61,7 +68,6 @@ def load_weights(module: Growable, net: nn.Module, weights: dict[str, Tensor], *
     Raises a UserError if they are of another network.
     """
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
-    refuse_other_kinds(net.state_dict(), own)
     try:
         net.load_state_dict(own, assign=assign)
     except RuntimeError as error:
@@ -197,3 +203,16 @@ def _optimizer_of(state: dict[str, Any], number: int, optimizers: list[Optimizer
         if state.get("_last_lr") == [group["lr"] for group in optimizers[index].param_groups]:
             return index
     return order[0]
+
+
+def set_size_(checkpoint: dict[str, Any], size: Size, wide: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Lets a checkpoint say what it is of, after it has grown: the size of the model, and its optimizers."""
+    checkpoint.pop(RUN_KEY, None)  # it goes on with another configuration
+    checkpoint["hyper_parameters"] = checkpoint["hyper_parameters"] | size.arguments
+    ours = checkpoint[CHECKPOINT_KEY]
+    checkpoint[CHECKPOINT_KEY] = {
+        **ours,
+        "optimizer_names": [optimizer_names(wide, optimizer, "net.") for optimizer in optimizers],
+        "optimizer_classes": ours["optimizer_classes"][: len(optimizers)],
+        "mixed_widths": mixed_widths(wide),
+    }

@@ -95,7 +95,6 @@ def is_sharding(strategy: Any) -> bool:
 
 
 def listed(value: Any) -> list[Any]:
-    """An option that may be one value, a list of them, or missing."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]

@@ -19,32 +19,21 @@ from torch import Tensor, nn
 
 from mupscale.atomic import replacing
 from mupscale.checks.agreement import Agreement
+from mupscale.commands import saved_model
 from mupscale.commands.arguments import ArgumentParser, refuse_new_folder, refuse_output
 from mupscale.commands.configured import configured, first_batches
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
 from mupscale.commands.process import show
-from mupscale.commands.saved_model import (
-    continue_groups,
-    continue_schedules,
-    fresh_optimizer,
-    load_weights,
-    module_of,
-    saved_optimizer,
-)
 from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.methods.noise import Noise
-from mupscale.models.arguments import refuse_bad_width
-from mupscale.models.base import Growable
+from mupscale.models.base import Growable, refuse_bad_width
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
-    RUN_KEY,
     Size,
     load_checkpoint,
-    mixed_widths,
-    optimizer_names,
     refuse_malformed_optimizers,
     restore_mixed_widths,
 )
@@ -99,7 +88,7 @@ def widen_checkpoint(arguments: list[str]) -> None:
     noise = noise_of(options, inputs)
     shards = ShardedCheckpoint(source) if is_sharded else None
     checkpoint = load_checkpoint(options.checkpoint) if shards is None else shards.rest
-    module = module_of(checkpoint, options.model)
+    module = saved_model.module_of(checkpoint, options.model)
     size = _target_size(module, options.width, options.layers)
     if options.depth is not None and options.layers is None:
         raise UserError("--depth says how a model becomes deeper: give --layers too")
@@ -200,11 +189,11 @@ def upscale_checkpoint(
     narrow, wide = _networks(module, size, checkpoint.get(key, {}))
     restore_mixed_widths(narrow, saved.get("mixed_widths", {}))
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
-    narrow_opts = [saved_optimizer(narrow, *row) for row in rows]
+    narrow_opts = [saved_model.saved_optimizer(narrow, *row) for row in rows]
     plan = method.plan(narrow, wide, hints)
-    wide_opts = [fresh_optimizer(plan, narrow, optimizer, wide) for optimizer in narrow_opts]
+    wide_opts = [saved_model.fresh_optimizer(plan, narrow, optimizer, wide) for optimizer in narrow_opts]
     for before, after in zip(narrow_opts, wide_opts, strict=True):
-        continue_groups(plan, narrow, before, wide, after, method)
+        saved_model.continue_groups(plan, narrow, before, wide, after, method)
     rebuild = partial(module.network, *size)
     report = grow(
         narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, hints=plan, method=method, rebuild=rebuild
@@ -215,13 +204,10 @@ def upscale_checkpoint(
         kept = report.same_noise()
         grow(average, wide_average, noise=kept, seed=seed, hints=report.plan, method=method, rebuild=rebuild)
         checkpoint["state_dict"] = _stored(checkpoint["state_dict"], wide_average)
-    checkpoint["hyper_parameters"].update(size.arguments)
-    checkpoint.pop(RUN_KEY, None)  # it goes on with another configuration
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in wide_opts]
-    saved["optimizer_names"] = [optimizer_names(wide, optimizer, "net.") for optimizer in wide_opts]
-    saved["optimizer_classes"] = saved["optimizer_classes"][: len(wide_opts)]
-    saved["mixed_widths"] = mixed_widths(wide)
-    continue_schedules(checkpoint.get("lr_schedulers", []), plan, narrow, narrow_opts, wide, wide_opts, method)
+    saved_model.set_size_(checkpoint, size, wide, wide_opts)
+    schedules = checkpoint.get("lr_schedulers", [])
+    saved_model.continue_schedules(schedules, plan, narrow, narrow_opts, wide, wide_opts, method)
     return report
 
 
@@ -234,7 +220,7 @@ def _networks(module: Growable, size: Size, weights: dict[str, Tensor]) -> tuple
             "Widen the checkpoint before it was quantised"
         )
     narrow = module.network(module.width).to(dtypes[0])  # not on meta: no checkpoint holds all buffers
-    load_weights(module, narrow, weights)
+    saved_model.load_weights(module, narrow, weights)
     return narrow, module.network(*size, meta=True).to(dtypes[0])
 
 

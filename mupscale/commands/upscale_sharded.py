@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.atomic import whole_folder
-from mupscale.commands.saved_model import continue_groups, continue_schedules, fresh_optimizer, saved_optimizer
+from mupscale.commands.saved_model import (
+    continue_groups,
+    continue_schedules,
+    fresh_optimizer,
+    saved_optimizer,
+    set_size_,
+)
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport
@@ -19,9 +25,7 @@ from mupscale.methods.noise import Constants, Noise, add_noise_
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
-    RUN_KEY,
     Size,
-    mixed_widths,
     optimizer_names,
     refuse_malformed_optimizers,
     restore_mixed_widths,
@@ -85,11 +89,7 @@ class ShardedGrowth:
         """Writes the wide folder, which is there whole at the end, or not at all."""
         start = time.perf_counter()
         remember_widths(
-            self.plan,
-            self.twin,
-            self.wide,
-            self.method.scale,
-            entrywise=self.method.hyperparameters == "table",
+            self.plan, self.twin, self.wide, self.method.scale, entrywise=self.method.hyperparameters == "table"
         )
         with whole_folder(out) as folder, ShardWriter(folder, self.checkpoint.shards) as writer:
             for path in self.checkpoint.paths(WEIGHTS):
@@ -100,7 +100,9 @@ class ShardedGrowth:
                 for path in self.checkpoint.paths(f"optimizer_{number}", "state"):
                     self._write_state(path, self.narrow_opts[number], writer)
                 self._write_groups(number, optimizer, writer)
-            writer.finish(self._rest())
+            rest = dict(self.checkpoint.rest)  # with schedules that are rescaled already
+            set_size_(rest, self.size, self.wide, self.wide_opts)
+            writer.finish(rest)
         centred = self.noise is not None and self.noise.centred
         seconds = time.perf_counter() - start
         return UpscaleReport(
@@ -192,20 +194,6 @@ class ShardedGrowth:
             for key, value in group.items():
                 kept = [next(names) for _ in value] if key == "params" else value
                 writer.add_value((f"optimizer_{number}", "param_groups", index, key), kept)
-
-    def _rest(self) -> dict[str, Any]:
-        """What is not in the shards, with the size of the wide model. Its schedules are rescaled already."""
-        rest = dict(self.checkpoint.rest)
-        rest.pop(RUN_KEY, None)  # it goes on with another configuration
-        rest["hyper_parameters"] = rest["hyper_parameters"] | self.size.arguments
-        ours = rest[CHECKPOINT_KEY]
-        rest[CHECKPOINT_KEY] = {
-            **ours,
-            "optimizer_names": [optimizer_names(self.wide, optimizer, "net.") for optimizer in self.wide_opts],
-            "optimizer_classes": ours["optimizer_classes"][: len(self.wide_opts)],
-            "mixed_widths": mixed_widths(self.wide),
-        }
-        return rest
 
 
 def _refuse_method(method: GrowthMethod, optimizer: bool) -> None:

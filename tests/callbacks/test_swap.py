@@ -81,8 +81,8 @@ def test_a_growth_that_is_not_exact_fails_at_the_first_batch(tmp_path: Path) -> 
 def test_a_growth_that_changes_the_loss_fails_at_the_swap(
     noise: Noise | None, growth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mupscale.callbacks.upscale.check_growth", lambda *_: Agreement(True))
-    words = rf"the loss of a batch changed from .* to .*, but {growth} keeps it.*the run before the upscale is saved in"
+    monkeypatch.setattr("mupscale.models.growth_check.check_growth", lambda *_: Agreement(True))
+    words = rf"the loss of a batch changed from .* to .*, but {growth} keeps it.*The run before the upscale is saved in"
     with pytest.raises(RefusedSwap, match=words):
         fit(ScaledByWidth(), tmp_path, UpscaleCallback(2, 16, noise), steps=3)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import refused, small
+from fuzz import outcome
 from programs import run_program
 from tiers import slow_except
 from training_runs import LIGHTNING_WARNINGS
@@ -113,8 +114,6 @@ CHECKPOINTS: dict[str, Callable[[dict[str, Any], str], object]] = {
     "plain": lambda c, w: [c.pop(key) for key in [*c] if key != "state_dict"],
     "sparse": lambda c, w: c["state_dict"].update({w: c["state_dict"][w].to_sparse()}),
     "shape": lambda c, w: c["state_dict"].update({w: c["state_dict"][w][:3]}),
-    "whole": lambda c, w: c["state_dict"].update({w: c["state_dict"][w].int()}),
-    "complex": lambda c, w: c["state_dict"].update({w: c["state_dict"][w] * 1j}),
     "lists": lambda c, w: c.update(optimizer_states=[[1, 2]]),
     "state": lambda c, w: c["optimizer_states"][0].update(state=3),
     "step": lambda c, w: c.update(global_step=[1]),
@@ -131,8 +130,6 @@ MISTAKES = {
     "validate --config c.yaml --ckpt_path plain.ckpt": "was not saved by a growable module",
     "validate --config c.yaml --ckpt_path shards.ckpt": "shards.ckpt/.metadata is damaged",
     "validate --config c.yaml --ckpt_path sparse.ckpt": DENSE,
-    "validate --config c.yaml --ckpt_path whole.ckpt": "whole numbers in net.layers.0.weight, and the network fr",
-    "validate --config c.yaml --ckpt_path complex.ckpt": "has complex numbers in net.layers.0.weight",
     "validate --config c.yaml --ckpt_path step.ckpt": "global_step is [1], wanted int",
     "fit --config c.yaml --ckpt_path lists.ckpt": OPTIMIZERS,
     "fit --config c.yaml --ckpt_path state.ckpt": OPTIMIZERS,
@@ -172,7 +169,7 @@ def test_a_mistake_is_one_line(
     line: str, workshop: Path, monkeypatch: pytest.MonkeyPatch, in_an_empty_folder: None
 ) -> None:
     monkeypatch.chdir(workshop)
-    assert MISTAKES[line] in refused(*shlex.split(line))
+    assert MISTAKES[line] in outcome(shlex.split(line))
 
 
 def test_an_unknown_activation_of_transformers(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +178,7 @@ def test_an_unknown_activation_of_transformers(workshop: Path, monkeypatch: pyte
     config = f"{{model_type: llama, {sizes}, num_hidden_layers: 1, hidden_act: gelu_fsat}}"
     model = f"--model={{class_path: HFCausalLM, init_args: {{config: {config}}}}}"
     data = "--data={class_path: FineWeb, init_args: {batch_size: 4, context: 8}}"
-    assert "model: there is no 'gelu_fsat'" in refused("fit", "--config", "c.yaml", model, data)
+    assert "model: there is no 'gelu_fsat'" in outcome(["fit", "--config", "c.yaml", model, data])
 
 
 @pytest.mark.slow
