@@ -193,29 +193,3 @@ def test_every_power_of_a_width_factor_is_in_the_table():
             elsewhere[name] = found - OTHER_POWERS.get(name, set())
     assert elsewhere == {}
     assert powers_in((ROOT / "mupscale/widening/table.py").read_text()) >= {"scale.gradient ** m", "fan_in ** (-0.5)"}
-
-
-def shadowed_globals(source: str) -> set[str]:
-    """Names of a module that a comprehension takes for its variable, in a function that also means the module's.
-
-    CPython 3.12 then raises UnboundLocalError in another comprehension.
-    """
-    tree, found = ast.parse(source), set()
-    names = {alias.asname or alias.name for node in tree.body for alias in getattr(node, "names", ())}
-    names |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-        uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id in names]
-        for loop in ast.walk(function):
-            if isinstance(loop, ast.ListComp | ast.SetComp | ast.DictComp):
-                inside = set(ast.walk(loop))
-                bound = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-                found |= {node.id for node in uses if node.id in bound and node not in inside}
-    return found
-
-
-@pytest.mark.slow
-def test_comprehensions_shadow_no_global_of_their_function():
-    source = "from a import b\ndef f(x):\n    y = [b for b in x]\n    return y, [b.c(z) for z in y]\n"
-    assert shadowed_globals(source) == {"b"}
-    found = {name: names for name, path in MODULES.items() if (names := shadowed_globals(path.read_text()))}
-    assert not found

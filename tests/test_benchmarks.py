@@ -110,30 +110,6 @@ def test_gpt2_beside_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path) -> None:
-    command = ["gpt2", "--quick", "--device", "cpu", "--sides", "authors", "--against"]
-    wanted = "give a checkout of https://github.com/yuxinma98/mupscaling; "
-    with pytest.raises(SystemExit, match=f"{wanted}there is no src/weight_transfer/GPT2/gpt2_model.py"):
-        main([*command, str(tmp_path)])
-    checkout = stand_in_checkout(tmp_path, "class GPT: ...")
-    with pytest.raises(SystemExit, match=f"{wanted}src/weight_transfer/GPT2/gpt2_model.py has no GPTConfig"):
-        main([*command, str(checkout)])
-
-
-def test_without_a_checkout_there_is_no_side_of_the_authors() -> None:
-    with pytest.raises(SystemExit, match="--sides: there is no authors; there are bare, ours"):
-        main(["gpt2", "--quick", "--sides", "authors,ours"])
-
-
-@pytest.mark.slow
-def test_one_side_of_one_case(tmp_path: Path) -> None:
-    options = ["--quick", "--device", "cpu", "--only", "width 16", "--sides", "bare"]
-    main(["mlp", *options, "--out", str(tmp_path / "rows.json")])
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["side"] for row in rows if "side" in row] == ["bare"]
-
-
-@pytest.mark.slow
 def test_a_growth_in_both_directions_is_timed(tmp_path: Path) -> None:
     main(["pause", "--quick", "--device", "cpu", "--ways", "ahead", "--out", str(tmp_path / "rows.json")])
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -144,11 +120,6 @@ def test_a_growth_in_both_directions_is_timed(tmp_path: Path) -> None:
     )
     assert row["footprint GB"] == pytest.approx(3 * 4 * row["parameters"] / 1e9, rel=1e-3)
     assert min(row["before /s"], row["after /s"], row["fresh /s"]) > 0
-
-
-def test_an_unknown_side_is_named() -> None:
-    with pytest.raises(SystemExit, match="--sides: there is no theirs; there are draft, bare, ours"):
-        main(["mlp", "--quick", "--sides", "theirs,bare"])
 
 
 def test_an_unknown_benchmark_is_named() -> None:

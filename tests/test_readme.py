@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mupscale
 from mupscale.__main__ import main
-from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.checks.coordinate_check import coord_check
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -71,52 +68,6 @@ def test_the_library_in_ten_lines(page: Path):
     exec(code, names)
     assert names["verdict"].passed
     assert isinstance(names["optimizer"], torch.optim.AdamW)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning")
-def test_a_model_of_ones_own_grows(tmp_path):
-    """The model of the guide, in float64: a run that grows has the loss curve of one that does not."""
-    names: dict = {}
-    exec(block(OWN_MODEL, "python", "class Tagger"), names)
-    torch.manual_seed(0)
-    data = DataLoader([(torch.randn(4, 16), torch.randint(4, (4,))) for _ in range(4)], batch_size=None)
-
-    def final_loss(*callbacks) -> float:
-        torch.manual_seed(1)
-        module = names["Tagger"](
-            8, base_width=4, optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
-        )
-        trainer = Trainer(
-            max_steps=20,
-            accelerator="cpu",
-            precision="64-true",
-            callbacks=list(callbacks),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        trainer.fit(module, data)
-        assert module.width == (24 if callbacks else 8)
-        return float(module.train_loss)
-
-    assert final_loss(UpscaleCallback(10, 24)) == pytest.approx(final_loss(), rel=1e-10)
-
-    module = names["Tagger"](32, optimizer=lambda params: torch.optim.AdamW(params, lr=0.003))
-
-    def of(net: nn.Module) -> Any:
-        module.net = net
-        return module
-
-    checked = coord_check(
-        module.network, (32, 64, 128), batches=list(data), loss=lambda net, batch: of(net).loss(batch),
-        optimizer=lambda net: of(net).configure_optimizers(),
-    )  # fmt: skip
-    assert checked.passed, str(checked)
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")

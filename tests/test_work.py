@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from training_runs import TREESPEC_WARNING
 
 import mupscale
-from mupscale.callbacks import fast_loop, plain, step_blocks
+from mupscale.callbacks import fast_loop, plain
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -188,18 +188,6 @@ def test_clipping_is_a_few_kernels_for_any_number_of_parameters() -> None:
 # --- the host
 
 
-def test_only_hooks_that_do_something_are_called(tmp_path: Path) -> None:
-    trainer = fit(mlp(), tmp_path, FastLoop(), UpscaleCallback(5, 16), steps=10)
-    hooks = trainer.fit_loop.epoch_loop._hooks
-    called = {
-        hook: [function.func.__qualname__.partition(".")[0] for function in found] for hook, found in hooks.items()
-    }
-    assert called == {
-        "on_train_batch_start": ["LearningRateMonitor", "UpscaleCallback"],
-        "on_train_batch_end": ["Curves", "TQDMProgressBar", "UpscaleCallback", "RunCheckpoint"],
-    }
-
-
 class Done:
     """A captured step, replayed in no time."""
 
@@ -264,36 +252,6 @@ def test_a_fast_loop_calls_few_functions(tmp_path: Path) -> None:
     captured = python_calls(tmp_path / "captured", FastLoop(cuda_graph=True))
     assert fast < 0.85 * lightning
     assert captured < 0.2 * lightning
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("captures")
-def test_a_captured_step_without_events_is_a_batch_and_a_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of steps with hooks, one is 339 calls. Steps in blocks are 16 each, and a log is 470."""
-
-    def calls_of(steps: int) -> int:
-        with counted_calls() as calls:
-            fit(
-                mlp(optimizer=ADAMW),
-                tmp_path / f"{LOG_EVERY}-{steps}",
-                FastLoop(cuda_graph=True),
-                steps=steps,
-                batches=300,
-            )
-            return calls()
-
-    monkeypatch.setattr(step_blocks, "SECONDS", 100.0)  # a busy machine must not make blocks shorter
-    calls_of(10)  # what is imported and made once
-    of_100 = {}
-    for every in (10, 50):
-        monkeypatch.setattr(sys.modules[__name__], "LOG_EVERY", every)
-        of_100[every] = calls_of(250) - calls_of(150)
-    log = (of_100[10] - of_100[50]) / 8
-    step = (of_100[50] - 2 * log) / 100
-    assert log < 520
-    assert step < 18
 
 
 # --- memory

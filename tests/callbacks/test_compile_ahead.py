@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 from torch._dynamo.utils import counters
-from training_runs import TREESPEC_WARNING
+from training_runs import TREESPEC_WARNING, quiet_trainer
 
 from mupscale.callbacks import compile_ahead, upscale
 from mupscale.callbacks.compile_ahead import keep_one_of_each, start_compiling
@@ -29,10 +29,7 @@ def gpt2(**arguments: Any) -> GPT2:
 
 
 def fit(module: GPT2, folder: Path, steps: int, *callbacks: Callback) -> None:
-    trainer = Trainer(
-        accelerator="cpu", max_steps=steps, limit_val_batches=0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, callbacks=list(callbacks),
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=steps, limit_val_batches=0, default_root_dir=folder, callbacks=list(callbacks))
     rows = torch.randint(11, (16, 9), generator=torch.Generator().manual_seed(0))
     loader = ResidentLoader((rows,), 2, shuffle=False, drop_last=True)
     trainer.fit(module, loader, loader)

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_modules import mlp, rows
 from torch.utils.data import DataLoader
-from training_runs import TREESPEC_WARNING
+from training_runs import TREESPEC_WARNING, quiet_trainer
 
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.trial_metric import TrialMetric
@@ -36,16 +36,12 @@ class Losses(Callback):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_point_is_the_mean_since_the_last(accumulate: int, tmp_path: Path) -> None:
     losses = Losses()
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=11,
         log_every_n_steps=4,
         accumulate_grad_batches=accumulate,
         logger=TensorBoardLogger(tmp_path),
         callbacks=[Curves(), losses, UpscaleCallback(6, 16)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = mlp()
     loader = ResidentLoader(rows(module, 8 * 8, torch.float32), 8, shuffle=False)
@@ -166,16 +162,8 @@ def logged(kind: type[MLP], folder: Path, metric: str = "last_50%", **settings: 
     """The logged losses of a run of eight batches, and its metric in a sweep."""
     torch.manual_seed(0)
     judge = TrialMetric(metric)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        log_every_n_steps=2,
-        logger=TensorBoardLogger(folder),
-        callbacks=[Curves(), judge],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
+    trainer = quiet_trainer(
+        max_epochs=1, log_every_n_steps=2, logger=TensorBoardLogger(folder), callbacks=[Curves(), judge], **settings
     )
     module = kind(8, 4, inputs=6, outputs=3)
     loader = ResidentLoader(rows(module, 8 * 8, torch.float32), 8, shuffle=False)
@@ -228,16 +216,7 @@ def test_samples_and_flops_of_batches_of_several_lengths(tmp_path: Path) -> None
     batches = [{"inputs": torch.ones(5, length, 6), "labels": torch.ones(5)} for length in (2, 4, 2, 8)]
     loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     curves = Curves()
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        callbacks=[curves],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(max_epochs=1, callbacks=[curves], default_root_dir=tmp_path)
     module = OfAnyLength(8, 4, inputs=6, outputs=3)
     trainer.fit(module, loader, loader)
     assert curves.spent == {"samples": 4 * 5, "flops": (2 + 4 + 2 + 8) / 2 * module.training_flops(batches[0])}

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from extensions import Dropping
-from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from tiny_modules import ADAMW, rows
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from training_runs import TREESPEC_WARNING, Checkpoints
+from training_runs import TREESPEC_WARNING, Checkpoints, quiet_trainer
 
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -131,15 +131,8 @@ def fitted(
     model = kind(8, 4, 6, 3, optimizer=ADAMW)
     callbacks = [ExactResume(), UpscaleCallback(6, 16), *([Checkpoints(folder)] if resumed is None else [])]
     settings = {"max_steps": 10, "val_check_interval": 3, "check_val_every_n_epoch": None, **settings}
-    trainer = Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        callbacks=callbacks,
-        enable_checkpointing=resumed is None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
+    trainer = quiet_trainer(
+        default_root_dir=folder, callbacks=callbacks, enable_checkpointing=resumed is None, **settings
     )
     has_none = isinstance(loader, Drawn) or kind is Unvalidated
     validation = None if has_none else DataLoader(TensorDataset(*data()), 16)

@@ -184,31 +184,6 @@ def test_learning_rates_are_read_at_every_step(graphs: list[int], tmp_path: Path
         assert torch.equal(run.seen[step], run.seen[step - 1]) == (10 <= step < 20)
 
 
-def test_a_ragged_batch_is_not_captured(graphs: list[int], tmp_path: Path) -> None:
-    def gradient(trainer: Trainer, module: Any) -> Tensor:
-        return module.net.layers[1].weight.grad.clone()
-
-    settings: Any = {"loader": partial(resident, batch_size=14), "steps": 25, "watch": gradient}
-    theirs, ours = (fit(mlp(), tmp_path, *extra, **settings) for extra in ([], [FastLoop(cuda_graph=True)]))
-    assert graphs == [25 - 3 - 4]  # 5 batches of 14 and one of 10 an epoch
-    assert gap(ours, theirs) <= 1e-6
-    # gradients are where they would be, whoever took the step
-    for mine, other in zip(ours.seen, theirs.seen, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
-
-
-def test_a_weight_decay_that_changes_is_captured_anew(graphs: list[int], tmp_path: Path) -> None:
-    class Decay(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            for group in trainer.optimizers[0].param_groups:
-                group["weight_decay"] = 0.1 if trainer.global_step < 12 else 5.0
-
-    theirs, ours = (fit(mlp(), tmp_path, Decay(), *extra, steps=25) for extra in ([], [FastLoop(cuda_graph=True)]))
-    assert graphs == [12 - 3, 13 - 1]
-    assert gap(ours, theirs) <= 1e-6
-    assert gap(ours, fit(mlp(), tmp_path, steps=25)) > 1e-3
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_from_the_host(workers: int, graphs: list[int], tmp_path: Path) -> None:
     def loader(tensors: tuple[Tensor, ...]) -> Any:
@@ -221,20 +196,6 @@ def test_batches_from_the_host(workers: int, graphs: list[int], tmp_path: Path) 
     )
     assert graphs == [17]
     assert gap(ours, theirs) <= 1e-6
-
-
-class RandomReadout(Callback):
-    """It starts at zero, where nothing before it shows."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        nn.init.normal_(pl_module.net.readout.weight)
-
-
-def test_dropout_draws_on_from_replay_to_replay(graphs: list[int], tmp_path: Path) -> None:
-    module, batch = mlp(64, DropoutMLP, optimizer=partial(torch.optim.SGD, lr=0.0)), partial(resident, shuffle=False)
-    run = fit(module, tmp_path, FastLoop(cuda_graph=True), RandomReadout(), loader=batch, count=8, steps=30)
-    assert graphs == [27]
-    assert len(set(run.losses.tolist())) == 30, "one batch, and weights that do not move: only chance is left"
 
 
 def test_dropout_draws_what_it_would_have_drawn(graphs: list[int], tmp_path: Path) -> None:

@@ -1,18 +1,17 @@
 """A plain `Trainer` with `run_settings` logs, saves and resumes as the command line does, whatever the module is."""
 
-import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from kill_points import Point, Watch
+from crashes import kill_and_repeat
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning_modules import EXAMPLES, Autoencoder, rows
 from logged import curves
 from programs import run_in_fork
+from run_ends import differences
 from torch.utils.data import DataLoader, TensorDataset
 from training_runs import LIGHTNING_WARNINGS
 
@@ -70,43 +69,16 @@ def test_flops_are_those_of_the_layers(tmp_path: Path) -> None:
     assert costs[-1] == GROWS_AT * (of_batch(8) + of_batch(16)) // 10**6
 
 
-def assert_same(folder: Path, wanted: Path) -> None:
-    assert curves(folder) == curves(wanted)
-    ours, theirs = (load_checkpoint(run / f"checkpoints/step={STEPS}.ckpt") for run in (folder, wanted))
-    for name, tensor in theirs["state_dict"].items():
-        assert torch.equal(ours["state_dict"][name], tensor), name
-    for mine, other in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
-        for index, state in other["state"].items():
-            assert all(torch.equal(mine["state"][index][key], value) for key, value in state.items())
+def outcome(folder: Path) -> dict[str, Any]:
+    """The curves of a run, and the weights and optimizer states at its end."""
+    last = load_checkpoint(folder / f"checkpoints/step={STEPS}.ckpt")
+    return {"curves": curves(folder), **{key: last[key] for key in ("state_dict", "optimizer_states")}}
 
 
 @pytest.mark.slow
 def test_a_script_that_is_killed_goes_on_with_the_last_checkpoint(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """At eight moments at which it changes its files, or at twenty."""
-    wanted, notes = tmp_path / "wanted", tmp_path / "operations.json"
-
-    def watched() -> None:
-        watch = Watch([wanted])
-        watch.start()
-        script(wanted)
-        operations = len(watch.operations["main"])
-        watch.stop()
-        notes.write_text(json.dumps(operations))
-
-    assert run_in_fork(watched) == 0
-    operations = json.loads(notes.read_text())
-    assert operations > 40
-    moments = 20 if pytestconfig.getoption("--all") else 8
-    for number in range(moments):
-        folder = tmp_path / f"run-{number}"
-
-        def killed(folder: Path = folder, number: int = number) -> None:
-            Watch([folder], Point("main", (number * operations) // moments)).start()
-            script(folder)
-
-        assert run_in_fork(killed) == -signal.SIGKILL
-        assert run_in_fork(lambda folder=folder: script(folder)) == 0
-        assert_same(folder, wanted)
+    kills = 20 if pytestconfig.getoption("--all") else 5
+    assert kill_and_repeat(script, tmp_path, kills, outcome) > 40
 
 
 @pytest.mark.slow
@@ -128,7 +100,7 @@ def test_a_script_that_is_stopped_goes_on_where_it_stood(number: int, tmp_path: 
     folder = tmp_path / "run/checkpoints"
     assert load_checkpoint(folder / "last.ckpt")["global_step"] == 3  # before the first checkpoint that is due
     assert run_in_fork(lambda: script(tmp_path / "run")) == 0
-    assert_same(tmp_path / "run", tmp_path / "wanted")
+    assert list(differences(outcome(tmp_path / "run"), outcome(tmp_path / "wanted"))) == []
 
 
 def test_a_new_run_does_not_start_in_the_folder_of_another(tmp_path: Path) -> None:

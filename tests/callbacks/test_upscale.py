@@ -14,14 +14,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tiers import slow_except
 from tiny_modules import ADAMW, MODELS, OPTIMIZERS, SCHEDULES, SGD, mlp
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+from training_runs import LIGHTNING_WARNINGS, fit, gap, rates
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.models.base import Growable
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -205,65 +203,3 @@ def test_every_logger_records_the_swap(tmp_path: Path) -> None:
     with Path(loggers[1].log_dir, "metrics.csv").open() as file:
         values = [row["upscale/loss_after"] for row in csv.DictReader(file)]
     assert [float(value) for value in values if value] == [growth.summary["loss_after"]]
-
-
-# --- a module of one's own
-
-
-class Digits(Growable):
-    """A convolutional network with a plain linear readout: `build` and `loss`, nothing more."""
-
-    takes_images = True
-
-    def build(self, width: int) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, width, 3), nn.GroupNorm(2, width), nn.GELU(), nn.Conv2d(width, 2 * width, 3), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 3),
-        )  # fmt: skip
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-
-class Recurrent(Growable):
-    def build(self, width: int) -> nn.Module:
-        return nn.ModuleDict({"lstm": nn.LSTM(6, width, num_layers=2), "readout": nn.Linear(width, 3)})
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        hidden, _ = self.net["lstm"](batch[0].unflatten(1, (1, 6)).transpose(0, 1))
-        return F.cross_entropy(self.net["readout"](hidden[-1]), batch[1])
-
-
-class SkipNet(nn.Module):
-    """Its second layer reads width and the 6 input features, which do not grow."""
-
-    width_blocks = {"b.weight": {1: [(4, 1, 3), (6, 1, 1)]}}  # noqa: RUF012
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.a, self.b, self.readout = nn.Linear(6, width), nn.Linear(width + 6, width), mupscale.Readout(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.readout(F.relu(self.b(torch.cat([F.relu(self.a(x)), x], dim=1))))
-
-
-class Skip(Digits):
-    takes_images = False
-
-    def build(self, width: int) -> nn.Module:
-        return SkipNet(width)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Digits, Recurrent, Skip])
-def test_a_module_of_ones_own(kind: type[Growable], tmp_path: Path) -> None:
-    make = partial(kind, 4, base_width=4, optimizer=ADAMW)
-    narrow, wide = fit(make(), tmp_path), fit(make(), tmp_path, UpscaleCallback(20, 12))
-    assert gap(narrow, wide) < 1e-9
-    saver = Checkpoints(tmp_path)
-    whole = fit(
-        make(), tmp_path, UpscaleCallback(20, 12, noise=mupscale.AdditiveNoise(0.1)), saver, enable_checkpointing=True
-    )
-    resumed = fit(make(), tmp_path, UpscaleCallback(20, 12), ckpt=tmp_path / "step=33.ckpt")
-    assert_identical(state(resumed), state(whole))
-    assert kind.load_from_checkpoint(tmp_path / "step=33.ckpt").width == 12

@@ -7,12 +7,12 @@ import pytest
 import torch
 from distributed_modules import SETTINGS
 from distributed_run import SAVED, STEPS, Data, learned
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from paths import SUPPORT
 from programs import TORCHRUN, run_program
 from tiny_modules import ADAMW, mlp
 from torch import Tensor
-from training_runs import LIGHTNING_WARNINGS, Record, assert_identical
+from training_runs import LIGHTNING_WARNINGS, Record, assert_identical, quiet_trainer
 
 from mupscale.callbacks.upscale import UpscaleCallback
 
@@ -112,11 +112,12 @@ def test_a_method_that_learns_on_two_processes(distributed: list[dict[Any, Any]]
         assert_identical(mine[part], other[part])
     seed_everything(1, verbose=False)
     module, record = mlp(optimizer=ADAMW), Record()
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=STEPS, gradient_clip_val=0.05, default_root_dir=tmp_path, logger=False,
+    trainer = quiet_trainer(
+        max_steps=STEPS,
+        gradient_clip_val=0.05,
+        default_root_dir=tmp_path,
         callbacks=[record, UpscaleCallback(6, 24, method=learned())],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    )
     trainer.fit(module, datamodule=Data(module))
     assert float((mine["losses"] - torch.tensor(record.losses)).abs().max()) < 1e-4
     assert "LiGO cannot learn on sharded weights. Use another method" in distributed[0]["fsdp", "mlp", "refused"]

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from tiers import slow_except
 from tiny_modules import MODELS, mlp, rows
 from torch.utils.data import DataLoader, TensorDataset, default_collate
-from training_runs import LIGHTNING_WARNINGS, assert_identical, fit, state
+from training_runs import LIGHTNING_WARNINGS, assert_identical, fit, quiet_trainer, state
 
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
@@ -117,11 +117,9 @@ def test_loaders_of_any_kind(loader: Callable[..., Any], passed: bool, tmp_path:
     def batches(method: Any) -> tuple[list[float], list[Any], torch.Tensor]:
         seed_everything(0, verbose=False)
         seen, data = Seen(), Data(loader)
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_steps=25, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-            callbacks=[seen, UpscaleCallback(12, 24, method=method)],
-        )  # fmt: skip
+        trainer = quiet_trainer(
+            max_steps=25, default_root_dir=tmp_path, callbacks=[seen, UpscaleCallback(12, 24, method=method)]
+        )
         trainer.fit(mlp(), data.train_dataloader()) if passed else trainer.fit(mlp(), datamodule=data)
         return seen.batches, seen.numbers, data.generator.get_state()
 
@@ -137,10 +135,7 @@ def test_several_loaders_are_refused_before_training(tmp_path: Path) -> None:
 
     loader = ResidentLoader(rows(mlp(), 16, torch.float32), 8, shuffle=True, drop_last=True)
     swap = UpscaleCallback(2, 24, method=learned())
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=4, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, callbacks=[swap],
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=4, default_root_dir=tmp_path, callbacks=[swap])
     module = Both(8, base_width=4, inputs=6, outputs=3)
     with pytest.raises(UserError, match=r"method = LiGO: the run has several training data loaders\. Give one"):
         trainer.fit(module, {"a": loader, "b": loader})

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 from tiny_modules import OPTIMIZERS, SCHEDULES, SGD, mlp, resnet
-from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+from training_runs import LIGHTNING_WARNINGS, fit, gap
 
-import mupscale
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.methods import Net2Net
@@ -53,27 +50,6 @@ def test_the_curve_goes_on_as_if_nothing_had_happened(name: str, optimizer: str,
     assert wide.module.width == second
     assert narrow.losses.std() > 0.01, "something must happen"
     assert gap(narrow, wide) < 1e-11
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except(["mlp", "gpt2"], "mlp", kept=[]))
-def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(name: str, tmp_path: Path) -> None:
-    make, first, second = MODELS[name]
-    settings: Any = {"precision": "32-true", "steps": 14}
-
-    def callbacks() -> list[Any]:
-        noise = mupscale.AdditiveNoise(0.1, centred=True)
-        method = Net2Net() if name == "mlp of unequal widths" else None
-        swaps = [UpscaleCallback(4, first, noise=noise), UpscaleCallback(9, second, noise=noise, method=method)]
-        return [*swaps, EMAWeightAveraging(decay=0.8)]
-
-    whole = fit(make(), tmp_path, *callbacks(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
-    for saved in ("pre-upscale-4", "step=6", "pre-upscale-9", "step=12"):
-        path = tmp_path / f"{saved}.ckpt"
-        resumed = fit(make(), tmp_path / "again", *callbacks(), ckpt=path, **settings)
-        assert torch.equal(resumed.losses, whole.losses[torch.load(path, weights_only=True)["global_step"] :])
-        assert_identical(state(resumed), state(whole))
-        assert rates(resumed) == rates(whole)
 
 
 @pytest.mark.slow

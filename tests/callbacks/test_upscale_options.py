@@ -21,13 +21,6 @@ pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
 @pytest.mark.slow
-def test_at_step_0_upscales_before_the_first_step(tmp_path: Path) -> None:
-    narrow, wide = fit(mlp(), tmp_path), fit(mlp(), tmp_path, UpscaleCallback(0, 24))
-    assert gap(narrow, wide) < 1e-9
-    assert torch.load(tmp_path / "pre-upscale-0.ckpt", weights_only=True)["hyper_parameters"]["width"] == 8
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(16, 48), ([16, 16, 24], 48)])
 def test_two_upscales(widths: tuple[Any, Any], tmp_path: Path) -> None:
     growth = [UpscaleCallback(30, widths[1]), UpscaleCallback(12, widths[0])]  # in any order

@@ -1,6 +1,5 @@
 """The command line: shipped configurations, composition, every command from narrow and wide checkpoints."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +93,6 @@ def test_every_command_takes_narrow_and_wide_checkpoints(tmp_path: Path) -> None
     assert all(torch.allclose(batch.sum(-1), torch.ones(500)) for file in predictions for batch in file)
 
 
-@pytest.mark.slow
-def test_fit_goes_on_from_a_checkpoint_in_a_new_folder(tmp_path: Path) -> None:
-    config = small(tmp_path / "c.yaml", upscale(3, 16))
-    main(["fit", "--config", config])
-    main(["fit", "--config", config, "--ckpt_path", "runs/small/version_0/checkpoints/pre-upscale-3.ckpt"])
-    ours, theirs = (newest_checkpoint(Path("runs/small") / version)[1] for version in ("version_1", "version_0"))
-    assert all(torch.equal(ours["state_dict"][name], tensor) for name, tensor in theirs["state_dict"].items())
-
-
 def test_model_and_data_may_share_the_name_of_an_argument(tmp_path: Path) -> None:
     main(["fit", "--config", small(tmp_path / "c.yaml", max_steps=1), "--data", "extensions.WidthOfRows"])
     logged = yaml.safe_load(Path("runs/small/version_0/hparams.yaml").read_text())
@@ -167,20 +157,6 @@ def test_resume_refuses_to_start_over(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_a_swap_that_fails_names_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(tmp_path / "c.yaml", upscale(3, 16))
-    main(["fit", "--config", config])
-    with monkeypatch.context() as broken:
-        broken.setattr("mupscale.callbacks.swap.grow", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
-        with pytest.raises(RuntimeError, match=r"no room.*pre-upscale-3\.ckpt"):
-            main(["fit", "--config", config])
-    main(["resume", "runs/small/version_1"])
-    ours, theirs = (newest_checkpoint(Path("runs/small") / version)[1] for version in ("version_1", "version_0"))
-    assert ours["global_step"] == theirs["global_step"] == 6
-    assert all(torch.equal(ours["state_dict"][name], tensor) for name, tensor in theirs["state_dict"].items())
-
-
-@pytest.mark.slow
 def test_a_run_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main(["fit", "--config", small(tmp_path / "c.yaml")])
     for path in Path("runs").rglob("*=6.ckpt"):
@@ -211,24 +187,6 @@ def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew(monkey
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["init_from"] is None
     assert "dead" not in " ".join(path.name for path in folder.iterdir())
     assert "has a run already" in refused("fit", *named)
-
-
-@pytest.mark.slow
-def test_what_was_logged_is_kept_with_its_run_and_goes_with_a_dead_attempt() -> None:
-    place = "init_args: {save_dir: runs, name: two, version: one}"
-    loggers = f"[{{class_path: TensorBoardLogger, {place}}}, {{class_path: CSVLogger, {place}}}]"
-    trainer = [f"--trainer.logger={loggers}", "--trainer.callbacks=[]", "--trainer.log_every_n_steps=1"]
-    named = ["--config", QUICKSTART, *BRIEF, *trainer]
-    main(["fit", *named])
-    folder = Path("runs/two/one")
-    table, events = (folder / "metrics.csv").read_text(), next(folder.glob("events.*")).read_bytes()
-    assert "has a run already" in refused("fit", *named)
-    assert (folder / "metrics.csv").read_text() == table
-    shutil.rmtree(folder / "checkpoints")
-    (folder / "events.out.tfevents.1.dead").write_bytes(events)
-    main(["fit", *named])  # the very same configuration
-    assert "dead" not in " ".join(path.name for path in folder.iterdir())
-    assert len((folder / "metrics.csv").read_text().splitlines()) == len(table.splitlines())
 
 
 @pytest.mark.slow

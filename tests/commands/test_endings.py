@@ -230,15 +230,6 @@ def test_stop_on_nan_ends_the_run_and_names_the_last_finite_checkpoint(
     assert step is None or non_finite_in(content) is None
 
 
-def test_resume_accepts_stop_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(tmp_path / "c.yaml", enable_progress_bar=False)
-    with signalled_before(Curves, "on_train_batch_end", signal.SIGTERM, 8), pytest.raises(SystemExit):
-        main(["fit", "--config", config])
-    poison(monkeypatch, 4)
-    with pytest.raises(SystemExit, match="the training loss is nan at step 12"):
-        main(["resume", "runs/default/version_0", "--stop_on_nan"])
-
-
 @pytest.mark.slow
 def test_a_trial_whose_loss_is_nan_has_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(tmp_path / "c.yaml", enable_progress_bar=False)
@@ -277,11 +268,3 @@ def test_sigterm_ends_all_processes_of_a_run(tmp_path: Path) -> None:
     line = log.read_text().strip().splitlines()[-1]
     assert line.startswith("terminated; the run is at step ")
     assert line.endswith(f"go on: python -m mupscale resume {run}")
-
-
-def test_what_makes_no_run_leaves_signals_alone(tmp_path: Path) -> None:
-    before = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(before)
-    cli.parsed(["--config", small(tmp_path / "c.yaml", devices=2, strategy="ddp")], run=False)
-    after = signal.set_wakeup_fd(before)
-    assert after == before

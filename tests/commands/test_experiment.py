@@ -459,13 +459,6 @@ OFTEN = ("methods_quickstart", "midrun_quickstart", "transfer_mlp_sgd")
 """One of each protocol; with `--all`, all of them are checked, and run with `--quick`."""
 
 
-@pytest.mark.slow
-def test_every_shipped_experiment_is_read() -> None:
-    Path("configs").symlink_to(ROOT / "configs")
-    protocols = Counter(read(Path(f"configs/experiments/{name}.yaml"), []).protocol for name in SHIPPED)
-    assert sorted(protocols) == ["midrun", "transfer", "upscale"]
-
-
 @pytest.mark.parametrize("name", slow_except(SHIPPED, kept=OFTEN))
 def test_shipped_experiments_are_accepted_without_data(name: str) -> None:
     path = ROOT / "configs/experiments" / f"{name}.yaml"
@@ -485,25 +478,15 @@ def test_shipped_experiments_are_accepted_without_data(name: str) -> None:
     [
         ({"protocol": "grow"}, ["protocol", "upscale or transfer", "grow"]),
         ({"sweep_3": {}}, ["sweep_3", "sweep_2"]),
-        ({"target": None}, ["target", "needs"]),
         ({"config": "nope.yaml"}, ["config", "nope.yaml"]),
-        ({"seeds": [0, 0]}, ["seeds: a seed is given twice"]),
         ({"small": [8, 20]}, ["small", "multiple", "8 → 20"]),
-        ({"small": 8}, ["small", "two widths"]),
         ({"target": [16, 64]}, ["target grows by 4", "small by 2"]),
         ({"small": [[8, 8], [16, 16]], "target": [[16, 16], [32, 32]]}, ["widths [8, 8] → [16, 16]"]),
         ({"sweep_1": {}}, ["sweep_1", "empty"]),
-        ({"sweep_1": {LR: 0.1}}, ["sweep_1", LR, "list"]),
         ({"sweep_1": {LR: "0.1:0.2"}}, ["sweep_1", LR, "LOW:HIGH:N"]),
-        ({"sweep_1": {"seed_everything": [0, 1]}}, ["sweep_1", "the key seeds"]),
         ({"sweep_1": {NOISE: [0.1]}}, ["sweep_1:", NOISE]),
-        ({"sweep_2": {"UpscaleCallback.noise.sdt": [0.1]}}, ["sweep_2:", "sdt"]),
         ({"sweep_2": {LR: [0.1, "fast"]}}, ["sweep_2:", LR, "fast"]),
-        ({"noise": {"class_path": "mupscale.Loud"}}, ["Loud"]),
-        ({"metric": "last_0%"}, ["metric last_0%"]),
-        ({"metric": "val/accuracy"}, ["metric val/accuracy", "minimised"]),
         ({"upscaled": [1]}, ["upscaled", "mapping"]),
-        ({"upscaled": {"model": {"init_args": {"lrr": 1}}}}, ["lrr"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_reported_before_the_first_run(keys: dict[str, Any], parts: list[str]) -> None:

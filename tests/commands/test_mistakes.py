@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import refused, small
-from fuzz import outcome
 from programs import run_program
 from tiers import slow_except
 from training_runs import LIGHTNING_WARNINGS
@@ -169,7 +168,7 @@ def test_a_mistake_is_one_line(
     line: str, workshop: Path, monkeypatch: pytest.MonkeyPatch, in_an_empty_folder: None
 ) -> None:
     monkeypatch.chdir(workshop)
-    assert MISTAKES[line] in outcome(shlex.split(line))
+    assert MISTAKES[line] in refused(*shlex.split(line))
 
 
 def test_an_unknown_activation_of_transformers(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +177,7 @@ def test_an_unknown_activation_of_transformers(workshop: Path, monkeypatch: pyte
     config = f"{{model_type: llama, {sizes}, num_hidden_layers: 1, hidden_act: gelu_fsat}}"
     model = f"--model={{class_path: HFCausalLM, init_args: {{config: {config}}}}}"
     data = "--data={class_path: FineWeb, init_args: {batch_size: 4, context: 8}}"
-    assert "model: there is no 'gelu_fsat'" in outcome(["fit", "--config", "c.yaml", model, data])
+    assert "model: there is no 'gelu_fsat'" in refused("fit", "--config", "c.yaml", model, data)
 
 
 @pytest.mark.slow

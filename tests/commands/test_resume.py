@@ -156,25 +156,6 @@ def test_fit_from_a_checkpoint_keeps_what_it_decides(half_a_run: Path, tmp_path:
     assert end("runs/default/version_1")["hyper_parameters"]["width"] == 32
 
 
-# --- the order of the data
-
-
-def data_seed(folder: str | Path) -> int:
-    """The seed of the order in which a run draws its batches, from its newest checkpoint."""
-    _, checkpoint = newest_checkpoint(Path(folder))
-    return checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["seed"]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_keeps_the_order_of_its_seed(tmp_path: Path) -> None:
-    command = ["fit", "--config", config(tmp_path / "c.yaml"), "--seed_everything=5"]
-    main(command)
-    crash(9, *command)
-    assert data_seed("runs/default/version_1") == 5
-    main(["resume", "runs/default/version_1"])
-    assert_same_end("runs/default/version_1", "runs/default/version_0")
-
-
 # --- folders
 
 
@@ -342,25 +323,6 @@ def test_the_identity_of_a_run_survives_lost_files(damage: str, half_a_run: Path
     assert end(half_a_run)["mupscale_run"]["id"] == after["id"]
 
 
-@pytest.mark.slow
-def test_lost_identities_of_two_runs_with_one_folder_for_checkpoints(tmp_path: Path) -> None:
-    shared = ["fit", "--config", config(tmp_path / "c.yaml"), "--checkpoint.dirpath=shared"]
-    for step in (5, 9):
-        crash(step, *shared)
-    runs = [Path(f"runs/default/version_{number}") for number in (0, 1)]
-    for run in runs:
-        (run / "run.json").unlink()
-    assert [newest_checkpoint(run)[1]["global_step"] for run in runs] == [4, 8]
-    for run in runs:  # a second copy, of which the folder has no checkpoints that are its own
-        (run / "moved").mkdir()
-        shutil.copy(run / "config.yaml", run / "moved")
-        assert newest_checkpoint(run / "moved") == (None, {})
-    for path in Path("shared").rglob("*.ckpt"):
-        if not path.is_symlink():
-            shutil.copy(path, runs[0] / f"{path.parent.name}-{path.name}")
-    assert "run.json is missing or damaged, and there are checkpoints of 2 runs" in refused("resume", str(runs[0]))
-
-
 # --- damage
 
 
@@ -459,13 +421,3 @@ def test_a_metric_that_is_never_logged_is_named_early_and_costs_no_checkpoint(tm
     assert "checkpoint.monitor: val/los was not logged" in message
     assert "there are lr-AdamW, train/loss, val/accuracy, val/loss" in message
     assert end("runs/default/version_0")["global_step"] == 12
-
-
-@pytest.mark.slow
-def test_checkpoints_are_not_written_to_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/nonexistent")
-    main(["fit", "--config", config(tmp_path / "c.yaml", upscale(4, 16))])
-    checkpoints = Path("runs/default/version_0/checkpoints")
-    assert {path.name for path in (checkpoints / "resume").iterdir()} == {"step=10.ckpt", "step=12.ckpt"}
-    newest = next(checkpoints.glob("epoch=*.ckpt"))
-    assert newest.samefile(checkpoints / "resume" / "step=12.ckpt")  # one file, two names

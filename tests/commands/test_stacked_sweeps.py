@@ -53,8 +53,7 @@ WD, BETAS, MOMENTUM = (f"model.optimizer.{name}" for name in ("weight_decay", "b
 
 SEARCHES: dict[str, tuple[int, dict[str, Any], list[str], list[str]]] = {
     "AdamW": (1, ADAMW, [f"{WD}=0.01:0.5", f"{BETAS}=[0.9, 0.99],[0.8, 0.95]"], []),
-    "SGD and a schedule": (1, SGD, [f"{MOMENTUM}=0.5:0.95"], SCHEDULE),
-    "wider and deeper": (1, ADAMW, [], DEEPER),
+    "SGD, a schedule, wider and deeper": (1, SGD, [f"{MOMENTUM}=0.5:0.95"], [*SCHEDULE, *DEEPER]),
 }
 """How many trials, the optimizer, further axes, and options."""
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -72,12 +71,6 @@ def test_axes() -> None:
     }  # fmt: skip
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-4}}
     assert [brief(value) for value in (0.12345, [1, 2], sgd)] == ["0.1235", "[1, 2]", "SGD(lr=0.0001)"]
-
-
-@pytest.mark.parametrize("values", ["0.1,nan", "0.1:.inf:3"])
-def test_values_that_are_not_finite_are_refused(values: str) -> None:
-    with pytest.raises(UserError, match=r"--sweep model.optimizer.lr=.*(: values must be finite|LOW < HIGH, finite)"):
-        parsed_axis(f"{LR}={values}")
 
 
 @pytest.mark.parametrize("values", ["0.001,1:10:5", "[1, 2],[3:40, 4]", "1:30:2.5"])
@@ -447,35 +440,6 @@ def test_best_may_be_a_class_or_another_step(tmp_path: Path) -> None:
     assert cli.trainer.optimizers[0].defaults["betas"] == (0.8, 0.9)
 
 
-def red(path: Path) -> tuple[float, float]:
-    """Where the red of a star is in a picture, as shares of its width and height, from the bottom left."""
-    from matplotlib.image import imread
-
-    picture = np.asarray(imread(path))[..., :3]
-    rows, columns = np.nonzero((picture[..., 0] > 0.95) & (picture[..., 1:].max(-1) < 0.1))
-    assert len(rows) > 20
-    return float(columns.mean() / picture.shape[1]), 1 - float(rows.mean() / picture.shape[0])
-
-
-@pytest.mark.slow
-def test_figures_star_the_optimum(tmp_path: Path) -> None:
-    values = {("a", 1): 3.0, ("a", 2): 1.0, ("b", 1): math.inf, ("b", 2): None}
-    paths = figures.heatmap(tmp_path / "h", ["a", "b"], [1, 2], lambda x, y: values[x, y], "x", "y", "loss")
-    assert [path.name for path in paths] == ["h.png", "h.pdf"]
-    assert all(path.stat().st_size > 1000 for path in paths)
-    x, y = red(tmp_path / "h.png")
-    assert 0.15 < x < 0.4
-    assert y > 0.6
-    figures.profile(tmp_path / "p", [0.01, 0.1, 1.0], [2.0, math.inf, 1.0], "x", "loss")
-    x, y = red(tmp_path / "p.png")
-    assert x > 0.85
-    assert y < 0.3
-    figures.scatter(tmp_path / "s", [(0.1, 0.1, 1.0), (1.0, 1.0, 2.0), (0.5, 0.5, math.inf)], "x", "y", "loss")
-    x, y = red(tmp_path / "s.png")
-    assert x < 0.3
-    assert y < 0.3
-
-
 # --- bad input
 
 
@@ -485,19 +449,13 @@ def test_figures_star_the_optimum(tmp_path: Path) -> None:
     [
         ([], ["--sweep", "empty"]),
         (["--sweep", f"{LR}=1", "--metric", "val/accuracy"], ["metric val/accuracy", "minimised", "val/loss"]),
-        (["--sweep", f"{LR}="], ["--sweep", LR, "empty"]),
         (["--sweep", LR], ["--sweep", LR, "KEY=VALUE"]),
-        (["--sweep", f"{LR}=1,1"], [LR, "twice"]),
         (["--sweep", f"{LR}=1", "--sweep", f"{LR}=2"], [LR, "twice"]),
-        (["--sweep", f"{LR}=0.1:0.01:3"], [LR, "LOW < HIGH"]),
         (["--sweep", f"{LR}=0.1:0.5"], [LR, "range", "--sampler"]),
         (["--sweep", f"{LR}=0.1:0.5", "--sampler", "tpe"], ["--trials"]),
         (["--sweep", f"{LR}=0.1,fast"], [LR, "fast"]),
-        (["--sweep", "model.optimizer.lrr=0.1"], ["model.optimizer.lrr=0.1", "lrr"]),
         (["--sweep", f"{NOISE}=0.1"], [NOISE, "trainer.callbacks"]),
-        (["--sweep", "UpscaleCallback.lr=-1"], ["UpscaleCallback.lr"]),
         (["--sweep", "seed_everything=0,1"], ["give --seeds, or the key seeds"]),
-        (["--sweep", f"{LR}=0.1", "--seeds", "0,0"], ["--seeds", "twice"]),
         (["--sweep", f"{LR}=0.1", "--trainer.devices=2"], ["trainer.devices", "--workers N"]),
     ],
 )  # fmt: skip

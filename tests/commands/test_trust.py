@@ -1,7 +1,6 @@
 """Checkpoints, YAML and journals of strangers: none of them chooses code to run, and each is refused in one line."""
 
 import logging
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,22 +186,3 @@ def test_constructor_arguments_must_be_data(changed):
 def test_a_checkpoint_that_is_not_what_it_claims(change: Callable[[dict[str, Any]], Any], message: str, changed):
     assert message in refused("upscale", changed(change), *WIDEN)
     assert_untouched()
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["fit", "--config", "evil.yaml"],
-        ["plan", "--config", "evil.yaml"],
-        ["experiment", "evil.yaml"],
-        ["resume", "run"],
-    ],
-)
-def test_tags_in_yaml_make_nothing(command: list[str], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("run").mkdir()
-    shutil.copy(saved, "run/step=1.ckpt")
-    for file in ("evil.yaml", "run/config.yaml"):
-        Path(file).write_text('model: !!python/object/apply:os.system ["touch marker"]\n')
-    assert "python/object/apply:os.system" in refused(*command)
-    assert not Path("marker").exists()

@@ -6,6 +6,7 @@ from command_line import refused, small
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
+from training_runs import quiet_trainer
 
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -47,17 +48,7 @@ def fit(folder, steps: int, *callbacks, ckpt_path=None, optimizer=adamw, layers=
         lr_scheduler=schedule,
         layers=layers,
     )
-    trainer = Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        precision="64-true",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = quiet_trainer(max_steps=steps, precision="64-true", callbacks=list(callbacks), default_root_dir=folder)
     trainer.fit(module, data(), ckpt_path=ckpt_path)
     return trainer
 

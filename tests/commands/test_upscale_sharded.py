@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from command_line import refused
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from peak_memory import peak_bytes
+from run_ends import differences
 from saved import save_changed, save_sharded
 from tiers import slow_except
 from tiny_modules import gpt2, mlp, rows
+from training_runs import quiet_trainer
 
 from mupscale.__main__ import main
 from mupscale.datamodules.resident import ResidentLoader
@@ -32,10 +34,7 @@ pytestmark = [
 def saved(module: Growable, path: Path) -> Path:
     """A checkpoint of two steps, its schedule included."""
     seed_everything(0, verbose=False)
-    trainer = Trainer(
-        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=path.parent, num_sanity_val_steps=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=2, default_root_dir=path.parent, num_sanity_val_steps=0)
     trainer.fit(module, ResidentLoader(rows(module, 32, torch.float32), 8, shuffle=True, drop_last=True))
     trainer.save_checkpoint(path)
     return path
@@ -100,20 +99,9 @@ def test_a_deeper_one_is_what_the_file_becomes(narrow: Path, tmp_path: Path) -> 
     assert_equal(file, shards)
 
 
-def assert_equal(one: Any, other: Any, place: str = "") -> None:
+def assert_equal(one: Any, other: Any) -> None:
     """Two checkpoints are equal to the bit."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), place
-        for key in one:
-            assert_equal(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), place
-        for index, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_equal(a, b, f"{place}.{index}")
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), place
-    else:
-        assert one == other, place
+    assert list(differences(one, other)) == []
 
 
 LAYERS, NARROW, WIDE = 9, 768, 1536
@@ -146,10 +134,8 @@ def write_large(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
-@pytest.mark.parametrize(
-    ("options", "tensors"), [pytest.param([], 2.0, marks=pytest.mark.exhaustive), (["--noise", "0.1"], 4.5)]
-)
-def test_memory_is_a_few_tensors(options: list[str], tensors: float, narrow: Path, tmp_path: Path) -> None:
+def test_memory_is_a_few_tensors(narrow: Path, tmp_path: Path) -> None:
+    options = ["--noise", "0.1"]
     small = ["upscale", str(narrow / "mlp.sharded"), "--width", "24", "--out", str(tmp_path / "small.ckpt"), *options]
     whole = write_large(tmp_path / "narrow.ckpt")
     assert whole > 200e6
@@ -157,7 +143,7 @@ def test_memory_is_a_few_tensors(options: list[str], tensors: float, narrow: Pat
     wide = ["upscale", str(tmp_path / "narrow.ckpt"), "--width", str(WIDE), "--out", str(out), *options]
     peak = peak_bytes(small, wide)
     largest = 4 * WIDE**2
-    assert peak < tensors * largest < 0.25 * whole, f"{peak / 1e6:.0f} MB of {whole / 1e6:.0f} MB"
+    assert peak < 4.5 * largest < 0.25 * whole, f"{peak / 1e6:.0f} MB of {whole / 1e6:.0f} MB"
     written = sum(path.stat().st_size for path in out.iterdir())
     assert math.isclose(written, whole, rel_tol=0.01)
 

@@ -2,20 +2,17 @@
 
 import gzip
 import hashlib
-import math
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
-from stand_ins import names, quiet_trainer, serving, trainer_stub
+from stand_ins import names, serving, trainer_stub
 from torch import Tensor
 
 from mupscale.datamodules import covertype
-from mupscale.datamodules.covertype import CLASSES, FEATURES, SAMPLE, Covertype, stratified
+from mupscale.datamodules.covertype import SAMPLE, Covertype, stratified
 from mupscale.errors import UserError
 
 # Lightning 2.6 itself, on torch 2.13
@@ -67,15 +64,6 @@ def test_stratified_rounds_by_largest_remainder():
     assert torch.bincount(labels[stratified(labels, 4, seed=0)]).tolist() == [2, 1, 1]
     assert stratified(labels, 10, seed=0).tolist() == list(range(10))
     assert len(stratified(labels, 0, seed=0)) == 0
-
-
-def test_stratified_is_random_by_seed():
-    labels = torch.arange(300) % 3
-    draws = [stratified(labels, 30, seed).tolist() for seed in (0, 0, 1)]
-    assert draws[0] == draws[1] != draws[2]
-    assert all(len(set(draw)) == 30 and draw == sorted(draw) for draw in draws)
-    # every row has its turn: a prefix of each class would never reach the last ones
-    assert len(set().union(*(stratified(labels, 30, seed).tolist() for seed in range(100)))) == 300
 
 
 def test_split_is_disjoint_whole_and_stratified(tmp_path: Path, sample):
@@ -150,65 +138,7 @@ def test_overfitting_sees_the_same_batches_every_epoch(data: Covertype):
         assert torch.equal(next(iter(loader))[0], next(iter(loader))[0]) is same
 
 
-# ---- Lightning
-
-
-class Softmax(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = torch.nn.Linear(FEATURES, CLASSES)
-        self.losses: list[float] = []
-        self.hits = 0
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.losses.append(loss.item())
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        assert len(batch[1]) <= 600
-
-    def test_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        self.hits += int((self.net(batch[0]).argmax(1) == batch[1]).sum())
-
-    def predict_step(self, batch: Tensor) -> Tensor:
-        return self.net(batch).argmax(1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.02)
-
-
-def test_a_model_learns_resumes_exactly_tests_and_predicts(tmp_path: Path):
-    whole, half, resumed = Softmax(), Softmax(), Softmax()
-    quiet_trainer(max_steps=60).fit(whole, datamodule=Covertype(batch_size=500))
-    # twelve batches an epoch: step 31 lies in the middle of the third
-    saver = ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=31)
-    quiet_trainer(max_steps=31, callbacks=[saver]).fit(half, datamodule=Covertype(batch_size=500))
-    checkpoint = (tmp_path / "run").rename(
-        tmp_path / "saved"
-    ) / "step=31.ckpt"  # Lightning warns of a folder that is not empty
-    second = quiet_trainer(
-        max_steps=60, callbacks=[ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=31)]
-    )
-    second.fit(resumed, datamodule=Covertype(batch_size=500), ckpt_path=checkpoint, weights_only=True)
-    assert half.losses + resumed.losses == whole.losses
-    assert torch.equal(resumed.net.weight, whole.net.weight)
-    assert whole.losses[0] > math.log(7) - 0.1
-    data = Covertype(batch_size=400)
-    second.test(resumed, datamodule=data, verbose=False)
-    assert resumed.hits / 1500 > 0.65  # the largest class alone is 0.49
-    predicted = torch.cat(second.predict(resumed, datamodule=data))
-    assert int((predicted == rows(data.test_dataloader())[1]).sum()) == resumed.hits
-
-
 # ---- files of the user's
-
-
-def test_a_file_of_other_arrays_is_refused(tmp_path: Path):
-    np.savez(tmp_path / "covertype.npz", data=np.zeros(3))
-    with pytest.raises(ValueError, match="arrays X, y"):
-        Covertype(str(tmp_path)).setup()
 
 
 @pytest.mark.parametrize(

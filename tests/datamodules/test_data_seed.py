@@ -2,16 +2,14 @@
 does not.
 """
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from by_position import assert_same
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from torch import Tensor
 
 from mupscale.datamodules.cifar100 import CIFAR100
@@ -125,44 +123,3 @@ def test_the_seed_is_read_at_the_first_setup_and_kept(make: Make):
 def test_a_seed_that_is_none_is_refused(kind: Make, seed: Any):
     with pytest.raises(ValueError, match=r"data\.seed"):
         kind(seed=seed)
-
-
-class Seeds(LightningModule):
-    """Writes down the seed of the order on each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(54))
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return (batch[0] @ self.weight).mean()
-
-    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        pass
-
-    def on_train_end(self) -> None:
-        loader = self.trainer.train_dataloader
-        path = Path(self.trainer.default_root_dir) / f"{self.global_rank}.txt"
-        path.write_text(f"{loader.state_dict()['seed']} {loader.rank} {os.environ['PL_GLOBAL_SEED']}")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.slow
-def test_all_ranks_have_one_order(tmp_path: Path):
-    seed_everything(5, verbose=False)
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy="ddp_fork",
-        devices=2,
-        max_steps=1,
-        logger=False,
-        limit_val_batches=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(Seeds(), datamodule=Covertype())
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["5 0 5", "5 1 5"]

@@ -3,7 +3,6 @@ batch.
 """
 
 import json
-import re
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +11,10 @@ import numpy as np
 import pytest
 import torch
 from by_position import check_positions
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
-from mupscale.datamodules.fineweb import JARGON, FineWeb, MappedWindows, ResidentWindows, WindowLoader
-from mupscale.datamodules.mapped_tokens import MappedTokens
-from mupscale.datamodules.token_writer import TOKEN, TokenWriter
+from mupscale.datamodules.fineweb import JARGON, FineWeb, WindowLoader
+from mupscale.datamodules.token_writer import TokenWriter
 from mupscale.errors import UserError
-from mupscale.models.gpt2 import GPT2
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -197,51 +191,6 @@ def test_a_state_of_other_tokens_is_refused(folder: str, tmp_path: Path):
         module(folder).train_dataloader().load_state_dict(module(other).train_dataloader().state_dict())
 
 
-class Recorder(LightningModule):
-    """Remembers its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[list[int]] = []
-        self.validated = 0
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        self.seen.append(batch[:, 0].tolist())
-        return self.weight * batch.float().mean()
-
-    def validation_step(self, batch: Tensor) -> None:
-        self.validated += batch[:, 1:].numel()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(folder: str, saved: Path, *, resident: bool, ckpt_path: Path | None = None) -> Recorder:
-    model = Recorder()
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    saver = ModelCheckpoint(saved, "{step}", save_top_k=-1, every_n_train_steps=3)
-    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=2, num_sanity_val_steps=0, callbacks=[saver], **off)
-    trainer.fit(
-        model, datamodule=FineWeb(folder, BATCH, CONTEXT, resident=resident), ckpt_path=ckpt_path, weights_only=True
-    )
-    return model
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", ["random", "sequential"])
-def test_on_a_gpu_the_rows_are_the_same(folder: str, order: str, resident: bool):
-    expected = module(folder, order=order).train_dataloader()
-    stub = trainer_stub()
-    stub.strategy.root_device = torch.device("cuda", 0)
-    found = attached(folder, stub, order=order, resident=resident).train_dataloader()
-    for _ in range(2):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert (ours.device.type, ours.dtype) == ("cuda", torch.int64)
-            assert torch.equal(ours.cpu(), theirs)
-    assert isinstance(attached(folder, stub).train_dataloader().windows, ResidentWindows)  # so few fit
-
-
 # ---- data and model that do not go together
 
 
@@ -263,55 +212,7 @@ def test_fewer_tokens_than_the_context(folder: str, context: int):
         module(folder, context=context)
 
 
-# ---- memory
-
-
-def own_memory() -> int:
-    """Bytes of this process that are no pages of files, which the system drops when it needs room."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])
-
-
-def test_mapped_tokens_stay_on_disk(tmp_path: Path):
-    """Half a thousand million tokens, a gigabyte: the rows drawn from it and their order are all that is in memory."""
-    file = tmp_path / "tokens"
-    file.touch()
-    with file.open("r+b") as stream:
-        stream.truncate(10**9)
-    before = own_memory()
-    loader = WindowLoader(
-        MappedWindows(MappedTokens([file], [(0, 5 * 10**8)], TOKEN), 1025, CPU), 64, order="random", drop_last=True
-    )
-    assert len(loader) == 5 * 10**8 // (64 * 1024)
-    drawn = iter(loader)
-    for _ in range(200):
-        assert next(drawn).sum() == 0
-    assert own_memory() - before < 50e6
-
-
 # ---- the embedded sample
-
-
-@pytest.mark.slow
-def test_a_model_learns_from_the_embedded_sample(tmp_path: Path):
-    data = FineWeb(batch_size=8, context=32)
-    model = GPT2(
-        32,
-        32,
-        layers=1,
-        heads=2,
-        vocabulary=4096,
-        context=32,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.005),
-    )
-    losses: list[float] = []
-    model.on_train_batch_end = lambda outputs, *_: losses.append(outputs["loss"].item())
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=300, limit_val_batches=20, val_check_interval=300, **off)
-    trainer.fit(model, datamodule=data)
-    assert losses[0] == pytest.approx(np.log(4096), abs=0.2)
-    assert trainer.callback_metrics["val/loss"] < 6.75  # uniform is 8.32; the frequencies of the tokens alone give 6.81
-    assert len(data.train_dataloader()) == 368_157 // (8 * 32)
 
 
 def test_the_sample_is_found_where_it_is_installed():

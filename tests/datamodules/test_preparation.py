@@ -28,12 +28,12 @@ def article(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path, pytestconfig: pytest.Config):
-    every = 1 if pytestconfig.getoption("--all") else 2
+    kills = 100 if pytestconfig.getoption("--all") else 15
     text = write_text(
         tmp_path / "text", [text for pair in zip(ENTRIES[:5], ENTRIES[-5:], strict=True) for text in pair]
     )
-    done = run_program("-W", "error", SUPPORT / "prepare_crashes.py", text, tmp_path, every)
-    assert int(done.stdout) > 25, done.stdout
+    done = run_program("-W", "error", SUPPORT / "crashes.py", "prepare", text, tmp_path, kills)
+    assert int(done.stdout) > 100, done.stdout
 
 
 def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):

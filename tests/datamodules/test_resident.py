@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from by_position import check_positions
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from training_runs import quiet_trainer
 
 from mupscale.datamodules.resident import ResidentLoader, joint_batch
 
@@ -275,14 +276,8 @@ class Recorder(LightningModule):
 
 def fit(folder: Path, *, ckpt_path: Path | None = None, checkpoint: dict, **options) -> Recorder:
     model = Recorder()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1, **checkpoint)],
-        **options,
+    trainer = quiet_trainer(
+        callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1, **checkpoint)], enable_checkpointing=True, **options
     )
     trainer.fit(model, loader(), loader(6, 2, shuffle=False), ckpt_path=ckpt_path, weights_only=True)
     return model

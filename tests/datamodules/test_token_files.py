@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -16,21 +15,17 @@ import pytest
 import torch
 import yaml
 from corpus import ENTRIES
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from paths import ROOT
-from programs import run_in_fork
-from stand_ins import quiet_trainer, trainer_stub
+from stand_ins import trainer_stub
 from token_folders import split_tokens, write_numbered, write_token_file
 
 from mupscale.datamodules import mapped_tokens, token_files, windows
 from mupscale.datamodules.fineweb import FineWeb
 from mupscale.datamodules.mapped_tokens import MappedTokens, Vocabulary
 from mupscale.datamodules.token_files import TokenFolder, list_files, read_token_folder
-from mupscale.datamodules.token_writer import TOKEN, TokenWriter
+from mupscale.datamodules.token_writer import TOKEN
 from mupscale.datamodules.windows import MappedWindows, RandomStarts, ResidentWindows, WindowLoader
 from mupscale.errors import UserError
-from mupscale.models.gpt2 import GPT2
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -159,46 +154,6 @@ def test_the_script_of_the_guide_writes_what_its_configuration_reads(
     data.setup("fit")
     assert read(Path("data/ds")).end_of_text == 0
     assert next(iter(data.train_dataloader())).shape == (2, 129)
-
-
-def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], list[float], dict[str, Any]]:
-    """Weights, losses and metrics of a small GPT-2 after an epoch and its validation."""
-    torch.manual_seed(0)
-    model = GPT2(
-        8,
-        8,
-        layers=1,
-        heads=2,
-        vocabulary=VOCABULARY,
-        context=CONTEXT,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    )
-    losses: list[float] = []
-    model.on_train_batch_end = lambda outputs, *_: losses.append(outputs["loss"].item())  # type: ignore
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=12, num_sanity_val_steps=0)
-    trainer.fit(model, datamodule=FineWeb(str(folder), BATCH, CONTEXT, **options))
-    return model.state_dict(), losses, dict(trainer.callback_metrics)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"order": "random"}, {"order": "sequential", "resident": True}], ids=str)
-def test_training_equals_training_on_files_of_prepare(tokenised: Path, tmp_path: Path, options: dict):
-    folder = read(tokenised / "shuffled")
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    for split in ("train", "val"):
-        tokens = np.array(split_tokens(folder, split), np.uint16)
-        writer = TokenWriter(ours / split, 1000)
-        writer.append(tokens, np.diff([*range(0, len(tokens), 10), len(tokens)]))
-        writer.finish("ours")
-    (weights, losses, metrics), (expected, their_losses, their_metrics) = (
-        trained(where, **options) for where in (tokenised / "shuffled", ours)
-    )
-    assert losses == their_losses
-    assert len({*losses}) == 12
-    assert metrics == their_metrics
-    assert metrics["val/loss"] > 0
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 # ---- which documents are held out
@@ -453,31 +408,6 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path, monkeypatch: pytest.M
     assert sum(len(shard) for _, shard in tokens.parts()) == total
 
 
-@pytest.mark.parametrize("order", ["random", "sequential"])
-def test_all_ranks_together_see_the_batches_of_one(tmp_path: Path, order: str):
-    folder = write_numbered(tmp_path, files=30, documents=20)
-    alone = [batch.tolist() for batch in module(folder, order=order).train_dataloader()]
-    parts = []
-    for rank in range(2):
-        data = FineWeb(str(folder), BATCH, CONTEXT, order=order)
-        data.trainer = ranked(rank, lambda order: order)  # type: ignore[assignment]
-        data.setup("fit")
-        parts.append([batch.tolist() for batch in data.train_dataloader()])
-    assert [first + second for first, second in zip(*parts, strict=True)] == alone
-
-
-def ranked(rank: int, of_the_first: Callable[[Any], Any]) -> SimpleNamespace:
-    """A trainer of two ranks, the first of which has the order `of_the_first` of this one's."""
-    strategy = SimpleNamespace(
-        root_device=CPU, broadcast=of_the_first, reduce_boolean_decision=lambda decision, all: decision
-    )
-    return trainer_stub(
-        strategy=strategy,
-        distributed_sampler_kwargs={"rank": rank, "num_replicas": 2},
-        lightning_module=SimpleNamespace(hparams={}),
-    )
-
-
 def test_a_state_of_other_files_is_refused(tmp_path: Path):
     folder = write_numbered(tmp_path / "data", files=30, documents=20)
     state = module(folder).train_dataloader().state_dict()
@@ -487,64 +417,6 @@ def test_a_state_of_other_files_is_refused(tmp_path: Path):
         path.rename(path.with_name(f"last{path.name[1:]}"))  # as many tokens, in another order
     with pytest.raises(UserError, match="the checkpoint's data order has files="):
         module(tmp_path / "moved").train_dataloader().load_state_dict(state)
-
-
-class Seen(LightningModule):
-    """Its weight depends on all rows and on their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.rows: list[list[int]] = []
-
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        self.rows.append(batch[:, 0].tolist())
-        return ((self.weight - batch.float().mean() / 1000) ** 2).sin()
-
-    def validation_step(self, batch: torch.Tensor) -> None:
-        pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-class KillAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fit(folder: Path, saved: Path, order: str, *callbacks: Callback, ckpt_path: Path | None = None) -> Seen:
-    model = Seen()
-    saver = ModelCheckpoint(saved, "{step}", save_top_k=-1, every_n_train_steps=4)
-    trainer = quiet_trainer(max_epochs=2, callbacks=[saver, *callbacks], limit_val_batches=0)
-    data = FineWeb(str(folder), BATCH, CONTEXT, order=order)  # type: ignore[arg-type]
-    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["random", "sequential"])
-def test_a_killed_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mapped_tokens, "MOST_MAPS", 8)
-    monkeypatch.setattr(windows, "DRAWN_AT_ONCE", 100)
-    folder = write_numbered(tmp_path / "data", files=300, documents=1)  # 2,970 tokens, 23 batches an epoch
-    run, saved = tmp_path / "run", tmp_path / "saved"
-    whole = fit(folder, run, order)
-    assert len(whole.rows) == 46
-    for killed_at, saved_at in ((10, 8), (38, 36)):
-        shutil.rmtree(run)
-        kill = KillAt(killed_at)
-        assert run_in_fork(lambda kill=kill: fit(folder, run, order, kill)) == -signal.SIGKILL
-        run.rename(saved)  # Lightning warns of a folder that is not empty
-        assert max(saved.iterdir(), key=lambda path: path.stat().st_mtime_ns).name == f"step={saved_at}.ckpt"
-        resumed = fit(folder, run, order, ckpt_path=saved / f"step={saved_at}.ckpt")
-        assert resumed.rows == whole.rows[saved_at:]
-        assert torch.equal(resumed.weight, whole.weight)
-        shutil.rmtree(saved)
 
 
 # ---- many tokens

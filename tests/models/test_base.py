@@ -1,6 +1,5 @@
 """What every growable module refuses when it is made, and does whatever a subclass overrides."""
 
-import re
 from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,21 +13,6 @@ from torch import nn
 from mupscale.errors import UserError
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
-
-
-@pytest.mark.parametrize("width", [0, -8, 8.5, "8", None, True, [8, 0, 8]])
-def test_a_width_that_is_none_is_shown(width: Any) -> None:
-    message = f"must be a whole number of at least 1, or a list of them; got {width!r}"
-    with pytest.raises(UserError, match=re.escape(f"model.width {message}")):
-        mlp(width)
-    with pytest.raises(UserError, match=re.escape(f"model.base_width {message}")):
-        mlp(8, base_width=width)
-
-
-@pytest.mark.parametrize("width", [10**7, 10**12, 10**19])
-def test_a_width_that_does_not_fit_into_memory(width: int) -> None:
-    with pytest.raises(UserError, match=f"model.width = {width}: a network of this width does not fit into memory"):
-        mlp(width).network(width)
 
 
 @pytest.mark.parametrize(

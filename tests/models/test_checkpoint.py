@@ -1,6 +1,5 @@
 """Checkpoints of growable modules: what is ours in them, what is refused, and state loaded by parameter name."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +66,6 @@ def test_a_file_is_loaded_onto_the_cpu(tmp_path: Path) -> None:
     assert loaded[CHECKPOINT_KEY]["mixed_widths"] == {}
 
 
-def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no checkpoint .*nowhere\.ckpt"):
-        load_checkpoint(tmp_path / "nowhere.ckpt")
-    last = tmp_path / "version_0" / "checkpoints" / "last.ckpt"
-    last.parent.mkdir(parents=True)
-    last.touch()
-    with pytest.raises(ValueError, match=f"name a checkpoint file, such as {last}"):
-        load_checkpoint(tmp_path)
-    torch.save(checkpoint(built(mlp())), whole := tmp_path / "whole.ckpt")
-    for content in (b"", b"PK", whole.read_bytes()[:1000]):
-        (tmp_path / "half.ckpt").write_bytes(content)
-        with pytest.raises(UserError, match=r"half\.ckpt is not a checkpoint, or is damaged"):
-            load_checkpoint(tmp_path / "half.ckpt")
-
-
 # --- which model it is of
 
 
@@ -95,23 +79,6 @@ def test_the_width_of_a_checkpoint() -> None:
     for key in (CHECKPOINT_KEY, "hyper_parameters"):
         with pytest.raises(UserError, match="was not saved by a growable module"):
             checkpoint_size({**saved, key: {} if key == "hyper_parameters" else None}, "MLP")
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (lambda: mlp(hidden_layers=2), "model.hidden_layers is 3 there and 2 here"),
-        (lambda: mlp(base_width=8), "model.base_width is 4 there and 8 here"),
-        (lambda: mlp(inputs=5, outputs=2), "model.inputs is 6 there and 5 here; model.outputs is 3 there and 2 here"),
-    ],
-)
-def test_another_architecture_is_refused_with_the_arguments_that_differ(
-    other: Callable[[], Growable], message: str
-) -> None:
-    saved, module = checkpoint(built(mlp())), built(other())
-    assert module.net is not None
-    with pytest.raises(UserError, match=f"of another architecture: {message}"):
-        refuse_other_architecture(module.net, dict(module.hparams), saved)
 
 
 def test_width_init_from_and_compile_may_differ() -> None:
@@ -150,13 +117,6 @@ def test_state_is_loaded_by_parameter_name() -> None:
         assert torch.equal(after.state[parameter]["exp_avg"], before.state[parameter]["exp_avg"])
         assert after.state[parameter]["step"] == 1
     assert [group["lr"] for group in after.param_groups] == [0.2, 0.2]  # hyperparameters are not state
-
-
-def test_state_of_another_class_is_refused() -> None:
-    module = built(mlp())
-    saved = checkpoint(module, stepped(module, torch.optim.AdamW(module.parameters())))
-    with pytest.raises(UserError, match=r"the state of torch.optim.adamw.AdamW, but model.optimizer makes .*SGD; take"):
-        load_optimizer_state(module, [torch.optim.SGD(module.parameters())], saved)
 
 
 # --- parameters whose pieces grew by different factors

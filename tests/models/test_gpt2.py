@@ -48,25 +48,6 @@ def test_in_bfloat16_the_loss_is_right_to_rounding(targets_given: bool) -> None:
         assert relative_gap(mine, other) < 2**-7
 
 
-@pytest.mark.parametrize("precision", [torch.bfloat16, None])
-def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(precision: torch.dtype | None) -> None:
-    head, x, targets = (
-        Head(8, VOCABULARY),
-        torch.randn(2, CONTEXT, 8, dtype=precision),
-        torch.randint(VOCABULARY, (2, CONTEXT)),
-    )
-    kept: list[Tensor] = []
-    keeping = torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
-    )
-    with keeping, torch.autocast("cpu", torch.bfloat16, enabled=precision is not None):
-        head(x, targets)
-    logits = [
-        tensor for tensor in kept if tensor.shape[-1] == VOCABULARY and tensor.numel() == 2 * CONTEXT * VOCABULARY
-    ]
-    assert [tensor.dtype for tensor in logits] == [precision or torch.float32]
-
-
 # --- the network
 
 
@@ -136,23 +117,6 @@ def test_weights_are_drawn_as_the_recipe_says(width: int) -> None:
         assert weights[name].std().item() == pytest.approx(std, rel=0.03), name
     readout = module.network(width).get_submodule("head.readout")
     assert readout.multiplier == 4.0 * 64 / width
-
-
-@pytest.mark.slow
-def test_the_recipe_grows_exactly() -> None:
-    torch.manual_seed(0)
-    module = GPT2(8, base_width=8, layers=2, heads=4, vocabulary=VOCABULARY, context=CONTEXT, **RECIPE)
-    verdict = mupscale.verify(
-        module.network(8),
-        module.network(24),
-        optimizer=lambda params: MuAdamW(params, lr=0.003, eps=1e-3, weight_decay=0.1),
-        batches=[torch.randint(VOCABULARY, (4, 9)) for _ in range(4)],
-        loss=lambda net, batch: net(batch[:, :-1], batch[:, 1:]),
-        steps=20,
-        clip=0.05,
-    )
-    assert verdict.passed, verdict
-    assert verdict.loss_drift <= 1e-12
 
 
 # --- growing by heads
@@ -317,20 +281,6 @@ def test_the_head_compiles_as_one_graph(enabled: bool, in_one_graph: None) -> No
     for mine, other in zip(result(), eager, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_compiling_by_parts_changes_nothing(tied: bool, in_one_graph: None) -> None:
-    rows, results = tokens(), []
-    for compiled in (False, True):
-        module = network(tied, compiled)
-        parameters = dict(module.named_parameters())
-        results.append(with_gradients(module.loss(rows), *parameters.values()))
-        assert not any("_orig_mod" in name for name in parameters)
-    for name, mine, other in zip(("loss", *parameters), results[1], results[0], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8, msg=lambda told, name=name: f"{name}: {told}")
-    assert counters["stats"]["unique_graphs"] == 2, "one for all blocks, one for the head"
 
 
 def test_a_compiled_gelu_has_one_exponential_and_no_tanh() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from command_line import refused
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 from tiny_modules import ADAMW, rows
 from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
@@ -21,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.checks.forward_pass import Precision
-from mupscale.commands.lab.run import drop_checkpoints
 from mupscale.errors import UserError
 from mupscale.hf.causal_lm import config_of, save
 from mupscale.methods.noise import AdditiveNoise
@@ -140,31 +138,6 @@ def test_routers_and_their_loss(tmp_path: Path) -> None:
     with torch.no_grad(), Precision():
         plain = torch.nn.functional.cross_entropy(runs[0].module(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         assert float(runs[0].module.loss(batch)) > float(plain) + 0.1
-
-
-@pytest.mark.slow
-def test_noise_ema_low_precision_and_a_schedule(tmp_path: Path) -> None:
-    average = EMAWeightAveraging(decay=0.5)
-    schedule = lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)  # noqa: E731
-    swap = UpscaleCallback(4, 32, noise=AdditiveNoise(0.01))
-    run = fit(
-        module(lr_scheduler=schedule),
-        tmp_path,
-        average,
-        swap,
-        Checkpoints(tmp_path / "checkpoints"),
-        steps=8,
-        precision="bf16-mixed",
-        gradient_clip_val=1.0,
-        enable_checkpointing=True,
-    )
-    assert torch.isfinite(run.losses).all()
-    assert run.module.width == 32
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
-    last = load_checkpoint(tmp_path / "checkpoints" / "step=8.ckpt")
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(saved[name], last["state_dict"][f"net.model.{name}"])  # the average
-    assert not torch.equal(saved[name], last["current_model_state"][f"net.model.{name}"])
 
 
 @pytest.mark.slow
@@ -407,15 +380,6 @@ def test_a_vocabulary_that_is_too_small(configuration: str) -> None:
     assert "the token 4095" in line
     line = refused("fit", "--config", configuration, "--data.context=32")
     assert "model.config.max_position_embeddings = 16 positions" in line
-
-
-def test_a_sweep_keeps_no_models_of_its_worse_trials(tmp_path: Path) -> None:
-    for name in ("checkpoints", "hf"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").touch()
-    (tmp_path / "config.yaml").touch()
-    drop_checkpoints(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.slow

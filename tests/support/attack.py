@@ -1,11 +1,9 @@
 """Kills runs at their file operations, resumes them, and compares their ends with that of an undisturbed run.
 
     python attack.py FOLDER (small | large) [VARIANT …]
-    python attack.py FOLDER lab COUNT [driver | worker | node …]
 
-The second kills the driver, a worker and a node of experiments, so often each. Writes a line of JSON for each case. A
-process of its own, because it forks for each command line, and threads do not survive that. It has imported everything
-before, so that a command line takes one second.
+Writes a line of JSON for each case. A process of its own, because it forks for each command line, and threads do not
+survive that. It has imported everything before, so that a command line takes one second.
 """
 
 import json
@@ -29,11 +27,11 @@ from programs import run_in_fork
 import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 import attack_classes  # noqa: F401
-import attack_lab
 import pytest
 import torch
 import yaml
 from attack_variants import BACKGROUND, EVERYTHING, VARIANTS, configuration
+from crashes import all_points
 from kill_points import Operation, Point, Watch
 from run_ends import END, contents, differences, observed
 from slow_saves import save_in_background
@@ -45,7 +43,7 @@ from mupscale.models import checkpoint_files
 from mupscale.models.base import Growable
 
 SMALL = ("everything", f"everything, {BACKGROUND}", "dirpath elsewhere", "TMPDIR on another file system")
-"""Variants of the small attack; the first one is killed at all MOMENTS."""
+"""Variants of the small attack; the first one is killed at an operation of each kind."""
 
 KILLS = 8
 """Cases of a variant in the large attack, besides those around its swaps."""
@@ -171,17 +169,6 @@ class Arena:
             shutil.rmtree(run)  # or the next one would have another number
         return self.fit
 
-    def finished(self) -> Case:
-        """A finished run that is resumed stays as it is."""
-        answer = Case(self.variant, [])
-        self.clear()
-        self.command(self.fit)
-        status = self.command(["resume", str(self.run())])
-        if status != 0:
-            answer.differences.append(f"finished, but resume fails: {self.last_words()}")
-        answer.differences += list(differences(self.left(), self.expected))
-        return answer
-
     def run(self) -> Path | None:
         """The folder of the run, once it is known as one."""
         return next((path.parent for path in sorted(self.work.rglob("config.yaml"))), None)
@@ -283,17 +270,6 @@ def save_the_end(watch: Watch, path: Path) -> None:
 # --- which points
 
 
-def all_points(recorded: dict[str, list[Operation]]) -> list[Point]:
-    """Every point of a run; writes also in their middle."""
-    answer = []
-    for thread, operations in recorded.items():
-        for index, operation in enumerate(operations):
-            answer.append(Point(thread, index))
-            if operation.writes:
-                answer.append(Point(thread, index, half=True))
-    return answer
-
-
 def around_swaps(recorded: dict[str, list[Operation]]) -> list[Point]:
     """The operation before each swap, the swap, and the operation after it."""
     swaps = [index for index, operation in enumerate(recorded["main"]) if operation.what == "swap"]
@@ -301,57 +277,13 @@ def around_swaps(recorded: dict[str, list[Operation]]) -> list[Point]:
     return [Point("main", index) for index in sorted(near) if index in range(len(recorded["main"]))]
 
 
-def drawn(recorded: dict[str, list[Operation]], chance: random.Random) -> list[Point]:
-    """Points for a variant: half of them while files other than logs are written, moved or deleted."""
-    everywhere = all_points(recorded)
-    on_checkpoints = [point for point in everywhere if ".ckpt" in recorded[point.thread][point.index].path]
-    some = chance.sample(everywhere, KILLS // 2)
-    return some + chance.sample(on_checkpoints, min(len(on_checkpoints), KILLS // 2))
-
-
-def last_save(recorded: dict[str, list[Operation]]) -> list[Point]:
-    """The middle of the last checkpoint, or, if it is written under another name, just before it gets its own."""
-    halves, moves = [], []
-    for thread, operations in recorded.items():
-        for index, operation in enumerate(operations):
-            if ".ckpt" in operation.path and operation.writes:
-                halves.append(Point(thread, index, half=True))
-            elif ".ckpt" in operation.path and operation.what in ("rename", "replace"):
-                moves.append(Point(thread, index))
-    return (halves or moves)[-1:]
-
-
-def in_a_row(recorded: dict[str, list[Operation]], kills: int) -> list[Point]:
-    """Points for a run that is killed again and again, soon after it has gone on."""
-    chance = random.Random(0)
-    return [Point("main", chance.randrange(len(recorded["main"]) // 3)) for _ in range(kills)]
-
-
-MOMENTS = [
-    ("config.yaml", False, ("rename", "replace")),
-    ("ckpt", False, ("rename", "replace")),
-    ("ckpt", False, ("unlink", "remove")),
-    ("ckpt", True, ("write",)),
-    ("hparams.yaml", True, ("write",)),
-    ("result.json", False, ("rename", "replace")),
-    ("", False, ("swap",)),
-    ("events", True, ("write",)),
-]
-"""Points of the small attack: the last but one operation of these kinds on a path with this in it, or its half."""
-
-
-def moments(recorded: dict[str, list[Operation]]) -> list[Point]:
-    answer = []
-    for text, half, kinds in MOMENTS:
-        found = [
-            Point(thread, index, half)
-            for thread, operations in recorded.items()
-            for index, operation in enumerate(operations)
-            if operation.what in kinds and text in operation.path
-        ]
-        assert found, f"no operation {kinds} on {text}"
-        answer.append(found[-2:][0])
-    return answer
+def one_of_each(recorded: dict[str, list[Operation]]) -> list[Point]:
+    """The last operation of each kind, and the middle of the last write; of checkpoints and of other files."""
+    answer = {}
+    for point in all_points(recorded):
+        operation = recorded[point.thread][point.index]
+        answer[operation.what, ".ckpt" in operation.path, point.half] = point
+    return list(answer.values())
 
 
 # --- the attack
@@ -371,19 +303,19 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
         if elsewhere is not None:
             shutil.rmtree(elsewhere, ignore_errors=True)
         return [asdict(Case(variant, [], differences=[str(error)]))]
-    chance = random.Random(f"{variant} {share}")
-    cases = []
+    chance, everywhere = random.Random(f"{variant} {share}"), all_points(place.recorded)
     if size == "small":
-        points = moments(place.recorded) if variant == SMALL[0] else last_save(place.recorded)
+        points = one_of_each(place.recorded)
+        if variant != SMALL[0]:
+            points = [point for point in points if ".ckpt" in place.recorded[point.thread][point.index].path][:1]
     elif variant in EVERYTHING:
-        points = all_points(place.recorded)[share::SHARES]
+        points = everywhere[share::SHARES]
     else:
-        points = around_swaps(place.recorded) + drawn(place.recorded, chance)
-    if share == 0 and size == "large":
-        cases.append(place.finished())
+        points = around_swaps(place.recorded) + chance.sample(everywhere, KILLS)
+    cases = []
     if share == 0 and variant in (SMALL[:1] if size == "small" else EVERYTHING):
-        cases.append(place.case(in_a_row(place.recorded, IN_A_ROW[size])))
-    everywhere = all_points(place.recorded)
+        soon = everywhere[: len(everywhere) // 3]
+        cases.append(place.case([chance.choice(soon) for _ in range(IN_A_ROW[size])]))
     for number, point in enumerate(points):
         again = size == "large" and number % 4 == 3
         cases.append(place.case([point, *([chance.choice(everywhere)] if again else [])]))
@@ -392,12 +324,6 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
 
 
 def main(folder: Path, size: str, *variants: str) -> None:
-    if size == "lab":
-        count, *kinds = variants
-        for kind in kinds or attack_lab.IN_A_ROW:
-            for case in attack_lab.attack(folder / kind, kind, int(count)):
-                print(json.dumps(case), flush=True)
-        return
     torch.set_num_threads(1)
     cli.import_classes()
     collector.begin()

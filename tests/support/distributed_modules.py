@@ -9,6 +9,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_modules import EXAMPLES, rows
 from torch.utils.data import DataLoader, TensorDataset
+from training_runs import quiet_trainer
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -31,18 +32,14 @@ def run(name: str, folder: Path, *swaps: Callback) -> dict[str, Any]:
     example, losses = EXAMPLES[name], Losses()
     seed_everything(0, verbose=False)
     module = example.make()
-    trainer = Trainer(
+    trainer = quiet_trainer(
         **SETTINGS[name],
-        accelerator="cpu",
         devices=2,
         strategy=DDPStrategy(find_unused_parameters=name == "GAN"),
         precision="64-true",
         max_epochs=3,
         logger=[DummyLogger()],
         default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[losses, *swaps],
     )
     seed_everything(1 + trainer.global_rank, verbose=False)  # ranks draw unlike numbers

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_every
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from tiny_modules import ADAMW, SGD, gpt2, mlp, rows
-from training_runs import Record
+from training_runs import Record, quiet_trainer
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.checkpoints import checked
@@ -83,18 +83,14 @@ def fit(
     module, record = make(optimizer=optimizer, **arguments), Record()
     size: dict[str, Any] = {"width": to or target} if deeper is None else deeper
     growth = UpscaleCallback(6, noise=mupscale.AdditiveNoise(noise) if noise else None, method=method, **size)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=2,
         strategy=strategy(kind),
         max_steps=STEPS,
         gradient_clip_val=0.05,
         callbacks=[*callbacks, record, *([growth] if grow else [])],
         default_root_dir=folder,
-        logger=False,
         enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     if ckpt is not None:
         checked(ckpt)  # as the commands do, before Lightning reads it

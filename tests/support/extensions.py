@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
@@ -18,13 +18,6 @@ from mupscale.models.mlp import MLP
 
 class Marker(Callback):
     """Does nothing, and can be found in a list."""
-
-
-class Limited(Callback):
-    """Takes two levels only, by its annotation."""
-
-    def __init__(self, level: Literal[1, 2]) -> None:
-        self.level = level
 
 
 class Silent(Logger):

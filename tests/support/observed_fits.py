@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from logged import curves
+from run_ends import differences
 from tiny_modules import mlp, rows
 from torch import Tensor
 
@@ -118,20 +119,10 @@ COMPARED = (
 """Keys of a checkpoint."""
 
 
-def assert_equal(ours: Any, theirs: Any, where: str) -> None:
-    """To the bit, at any depth."""
-    if isinstance(theirs, Tensor):
-        assert torch.equal(ours, theirs), where
-    elif isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key in theirs:
-            assert_equal(ours[key], theirs[key], f"{where}/{key}")
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs), where
-        for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_equal(mine, other, f"{where}/{index}")
-    else:
-        assert ours == theirs, where
+def assert_equal(ours: dict[str, Any], theirs: dict[str, Any], where: str) -> None:
+    """Two checkpoints are the same to the bit."""
+    mine, other = ({key: checkpoint.get(key) for key in COMPARED} for checkpoint in (ours, theirs))
+    assert list(differences(mine, other, where)) == []
 
 
 def assert_same_run(ours: Any, theirs: Any) -> None:
@@ -140,6 +131,6 @@ def assert_same_run(ours: Any, theirs: Any) -> None:
     assert names == sorted(path.relative_to(ours.folder) for path in ours.folder.rglob("*.ckpt"))
     for name in names:
         mine, other = (torch.load(run.folder / name, weights_only=True) for run in (ours, theirs))
-        assert_equal({key: mine.get(key) for key in COMPARED}, {key: other.get(key) for key in COMPARED}, str(name))
+        assert_equal(mine, other, str(name))
     drawn, wanted = ({tag: sorted(points) for tag, points in curves(run.folder).items()} for run in (ours, theirs))
     assert drawn == wanted

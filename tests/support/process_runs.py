@@ -17,13 +17,13 @@ import mupscale  # first, so that torchvision can be imported beside a CPU-only 
 
 # isort: split
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_modules import ADAMW, gpt2, mlp, rows
 from torch.distributed.checkpoint import state_dict  # noqa: F401  before the forks
 from torch.distributed.fsdp import fully_shard  # noqa: F401
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from training_runs import Record
+from training_runs import Record, quiet_trainer
 
 from mupscale import __main__ as command_line
 from mupscale.callbacks.run_checkpoint import write_whole_files
@@ -67,8 +67,7 @@ def fit(
     optimizer = partial(ADAMW, lr=1e-3, eps=1e-4)
     module, record = MAKE[model](WIDTH if first > AT or start == WIDE else 8, optimizer=optimizer), Record()
     growth = UpscaleCallback(AT, WIDTH, noise=mupscale.AdditiveNoise(noise) if noise else None)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=processes,
         strategy=kind,
         max_steps=last,
@@ -76,9 +75,7 @@ def fit(
         gradient_clip_val=0.05,
         callbacks=[record, growth, ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)],
         default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     write_whole_files(trainer)
     dtype = torch.float64 if precision == "64-true" else torch.float32

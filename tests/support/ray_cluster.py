@@ -1,8 +1,7 @@
 """A Ray cluster of two nodes on this machine, for tests that connect to it and kill a node; and the program that is it.
 
 The program reads a JSON object a line, and answers with one: {"add": options} starts a node with these options of
-`Cluster.add_node`; {"kill": number} kills a node's processes; {"metadata": values} changes what the cluster says of
-itself, and answers with what it said before.
+`Cluster.add_node`; {"kill": number} kills a node's processes.
 """
 
 import json
@@ -29,8 +28,6 @@ class LocalCluster(ExitStack):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.defect = folder / "defect"
-        """What the nodes pretend, apart from the first: see ray_node/sitecustomize.py."""
         self.log = folder / "cluster.txt"
         with open(self.log, "w") as log:
             self.process = self.enter_context(
@@ -58,8 +55,7 @@ class LocalCluster(ExitStack):
 
     def add(self, name: str) -> int:
         """Starts a node; its number."""
-        variables = {"NODE_DEFECT": str(self.defect)} if self.raylets else {}
-        node = self.ask(add={"node_name": name, "num_cpus": 1, "env_vars": variables})
+        node = self.ask(add={"node_name": name, "num_cpus": 1})
         self.address = node["address"]
         self.raylets.append(node["raylet"])
         return len(self.raylets) - 1
@@ -97,9 +93,7 @@ def status_of(process: int) -> tuple[str, str]:
 
 
 def serve() -> None:
-    from ray._common.usage.usage_constants import CLUSTER_METADATA_KEY
-    from ray._private.ray_constants import KV_NAMESPACE_CLUSTER, PROCESS_TYPE_RAYLET
-    from ray._raylet import GcsClient
+    from ray._private.ray_constants import PROCESS_TYPE_RAYLET
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -112,13 +106,8 @@ def serve() -> None:
             nodes.append(cluster.add_node(**extra, **value))
             raylet = nodes[-1].all_processes[PROCESS_TYPE_RAYLET][0].process.pid
             answer = {"address": cluster.address, "raylet": raylet}
-        elif what == "kill":
-            cluster.remove_node(nodes[value], allow_graceful=False)
         else:
-            gcs = GcsClient(address=cluster.address)
-            answer = json.loads(gcs.internal_kv_get(CLUSTER_METADATA_KEY, namespace=KV_NAMESPACE_CLUSTER))
-            changed = json.dumps({**answer, **value}).encode()
-            gcs.internal_kv_put(CLUSTER_METADATA_KEY, changed, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
+            cluster.remove_node(nodes[value], allow_graceful=False)
         print(json.dumps(answer), flush=True)
     logs = nodes[0].get_session_dir_path()
     cluster.shutdown()

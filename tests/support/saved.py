@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from training_runs import quiet_trainer
 
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
@@ -22,15 +22,7 @@ def save_mlp(path: Path) -> Path:
     torch.manual_seed(0)
     rows = torch.randn(32, 54), torch.randint(7, (32,))
     module = MLP(8, base_width=4, optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9))
-    trainer = Trainer(
-        max_steps=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=path.parent,
-    )
+    trainer = quiet_trainer(max_steps=1, default_root_dir=path.parent)
     trainer.fit(module, ResidentLoader(rows, 16, shuffle=True))
     trainer.save_checkpoint(path)
     return path

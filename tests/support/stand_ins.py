@@ -9,13 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-
-
-def quiet_trainer(**options: Any) -> Trainer:
-    """One that writes nothing but what its callbacks save."""
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    return Trainer(accelerator="cpu", devices=1, **off, enable_checkpointing="callbacks" in options, **options)
 
 
 def trainer_stub(device: str = "cpu", **options: Any) -> SimpleNamespace:

@@ -61,9 +61,10 @@ def numbers_of(out: Path) -> list[list[float]]:
     return [[float("inf") if value == "diverged" else float(value) for value in row.values()] for row in rows]
 
 
-def unlike(ours: Path, theirs: Path, within: float = 0.0, pattern: str = "*") -> list[str]:
-    """What differs in the runs of two sweeps, in words."""
+def unlike(ours: Path, theirs: Path, within: float = 0.0) -> list[str]:
+    """What differs in the finished runs under two folders, in words."""
     found = []
-    for run in sorted((theirs / "trials").glob(pattern)):
-        found += differences(observed(ours / "trials" / run.name), observed(run), run.name, within)
+    for result in sorted(theirs.rglob("result.json")):
+        run = result.parent.relative_to(theirs)
+        found += differences(observed(ours / run), observed(theirs / run), str(run), within)
     return found

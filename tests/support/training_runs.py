@@ -127,3 +127,9 @@ class Checkpoints(ModelCheckpoint):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def quiet_trainer(**settings: Any) -> Trainer:
+    """A trainer on the CPU that logs, saves and shows nothing but what the settings say."""
+    parts = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return Trainer(**{"accelerator": "cpu", "devices": 1, **dict.fromkeys(parts, False), **settings})

@@ -249,14 +249,6 @@ def test_every_optimizer_goes_on_exactly(optimizer: str):
     assert Grown("mlp", OPTIMIZERS[optimizer], is_mup=True).drift() <= 1e-11
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except(["mlp", "gpt2", "grouped queries"], kept=["mlp"]))
-def test_the_optimizer_needs_its_rates_by_entry(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.stepping._work_of", lambda _: [])
-    for optimizer in (ADAMW, SGD):
-        assert Grown(name, optimizer, is_mup=True).drift() > 1e-5
-
-
 def test_rates_are_those_of_mup():
     """So that an optimizer made for the wide model continues the run, and base constants mean what they meant."""
     torch.manual_seed(0)
@@ -345,22 +337,6 @@ def verdict(build: Callable[[int], nn.Module], narrow: int, wide: int) -> mupsca
         loss=lambda model, batch: model(batch).square().mean(),
         steps=5,
     )
-
-
-@pytest.mark.slow
-def test_verify_confirms_it():
-    found = verdict(mlp, 6, 10)
-    assert found.passed, found
-    recurrent = Grown("recurrent", ADAMW, is_mup=False, growths=1)
-    found = mupscale.verify(
-        recurrent.models[0],
-        built(recurrent.case, 5, is_mup=False),
-        optimizer=ADAMW,
-        batches=recurrent.batches,
-        loss=cross_entropy,
-        steps=3,
-    )
-    assert found.passed, found
 
 
 def test_verify_finds_a_norm_that_no_module_shows():

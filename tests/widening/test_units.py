@@ -305,24 +305,6 @@ def test_a_model_class_may_declare_units_roles_and_blocks_as_methods_of_the_wide
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_verify_knows_units(kind: type):
-    torch.manual_seed(0)
-    arguments = {
-        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
-        "batches": batches(),
-        "loss": loss_of,
-        "steps": 4,
-        "clip": 0.1,
-    }
-    roles = getattr(kind, "roles", None)
-    hints = mupscale.Hints(roles=roles, rescale=kind.units(2))
-    verdict = mupscale.verify(kind(8), kind(16), hints=hints, **arguments)
-    assert verdict.passed, verdict
-    assert not mupscale.verify(kind(8), kind(16), hints=mupscale.Hints(roles=roles), **arguments).passed
-
-
 def mup_model(width: int, **given) -> nn.Module:
     model = mupscale.set_base_shapes(
         Gemma(width), Gemma(4), Gemma(8), init="constant", hints=mupscale.Hints(roles=Gemma.roles, **given)
