@@ -27,7 +27,7 @@ from mupscale._torch import tree_map
 from mupscale.callbacks.swap import generators_of
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.data_files import interpreting
-from mupscale.models._lightning import callbacks_of, set_callbacks, update_callback_metrics
+from mupscale.models._lightning import callbacks_in, callbacks_of, set_callbacks, update_callback_metrics
 from mupscale.models._lightning_loop import place_in_data
 from mupscale.models.checkpoint import RUN_KEY
 
@@ -115,9 +115,8 @@ class ExactResume(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         loops = checkpoint.get("loops", {}).get("fit_loop", {})
         self.loader_states = loops.get("state_dict", {}).get("combined_loader", [])
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, ModelCheckpoint):
-                callback.current_score = checkpoint["callbacks"].get(callback.state_key, {}).get("current_score")
+        for callback in callbacks_in(trainer, ModelCheckpoint):
+            callback.current_score = checkpoint["callbacks"].get(callback.state_key, {}).get("current_score")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.loaded is not None:

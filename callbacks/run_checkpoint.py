@@ -23,7 +23,7 @@ from torch import Tensor
 from mupscale.atomic import partial, replacing, sync_folder
 from mupscale.callbacks.strides import Strides
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, is_remote, is_trial_run, run_folder, set_callbacks
+from mupscale.models._lightning import callbacks_in, callbacks_of, is_remote, is_trial_run, run_folder, set_callbacks
 from mupscale.models._lightning_loop import accumulates, batches_left, steps_before_validation
 from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, run_and_step
 from mupscale.models.checkpoint_files import files_of, write_whole_files
@@ -422,7 +422,7 @@ def refuse_filename(policy: ModelCheckpoint) -> None:
 
 
 def others_than(policy: ModelCheckpoint, trainer: Trainer) -> list[ModelCheckpoint]:
-    return [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint) and c is not policy]
+    return [callback for callback in callbacks_in(trainer, ModelCheckpoint) if callback is not policy]
 
 
 def patterns_of(callback: ModelCheckpoint) -> list[str]:

@@ -15,10 +15,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from mupscale.callbacks.strides import Strides, strides_of
+from mupscale.callbacks.strides import Strides
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.models import _lightning_loop as loops
-from mupscale.models._lightning import callbacks_of
+from mupscale.models._lightning import callbacks_in, callbacks_of
 from mupscale.models.base import Growable
 
 OF_STEPS = ("on_train_batch_start", "on_train_batch_end")
@@ -43,7 +43,7 @@ class StepBlocks:
         assert isinstance(module, Growable)
         self._trainer, self._module = trainer, module
         self._loader: Any = loops.training_loader(trainer)
-        self._strides = strides_of(trainer)
+        self._strides = callbacks_in(trainer, Strides)
         self._is_scheduled = bool(trainer.lr_scheduler_configs)
         self._passes_epochs = not loops.validates(trainer) and not has_hooks(trainer, OF_EPOCHS)
         self._most = FIRST

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-from mupscale.models._lightning import callbacks_of, log_interval, rates_of, update_callback_metrics
+from mupscale.models._lightning import log_interval, rates_of, update_callback_metrics
 from mupscale.models._lightning_loop import steps_before_validation
 
 
@@ -89,10 +89,6 @@ class RateMonitor(LearningRateMonitor, Strides):
         if len(trainer.optimizers) > 1 or len(names) != len(optimizer.param_groups):
             return rates_of(self, trainer)
         return dict(zip(names, (float(group["lr"]) for group in optimizer.param_groups), strict=True))
-
-
-def strides_of(trainer: Trainer) -> list[Strides]:
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Strides)]
 
 
 def steps_to(multiple: int, step: int) -> int:

@@ -30,7 +30,7 @@ from mupscale.models._lightning import (
     average_of,
     averaged_copy,
     averaging_callbacks,
-    callbacks_of,
+    callbacks_in,
     datamodule_of,
     on_device,
     set_average,
@@ -91,7 +91,7 @@ class Swap:
         report, keeps_function = grow_it(trainer, module, seed, compare)
         self._widen_averages(module, report, seed)
         self.method.forget()
-        for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
+        for monitor in callbacks_in(trainer, LearningRateMonitor):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
         return report, keeps_function
 

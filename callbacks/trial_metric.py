@@ -15,7 +15,7 @@ from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.upscale import swaps_of
 from mupscale.errors import UserError
 from mupscale.methods.noise import SignalNoise, save_constants
-from mupscale.models._lightning import callbacks_of
+from mupscale.models._lightning import callbacks_in
 from mupscale.models._lightning_loop import accumulates, steps_before_validation, validates
 from mupscale.models.base import Growable, init_contexts, without_log
 
@@ -93,9 +93,8 @@ class TrialMetric(Strides):
                 f"trainer.devices: a trial of a sweep runs on one device, got {trainer.world_size}; start more "
                 "processes"
             )
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, Curves):
-                callback.watches = False  # a trial whose loss is not finite has a result: it diverged
+        for curves in callbacks_in(trainer, Curves):
+            curves.watches = False  # a trial whose loss is not finite has a result: it diverged
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated |= trainer.callback_metrics.keys()  # which Lightning forgets after the check

@@ -37,7 +37,7 @@ from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise
 from mupscale.models import growth_check
-from mupscale.models._lightning import callbacks_of, hands_weights_back, is_trial_run, set_callbacks
+from mupscale.models._lightning import callbacks_in, callbacks_of, hands_weights_back, is_trial_run, set_callbacks
 from mupscale.models.base import (
     Growable,
     has_own_optimizers,
@@ -507,7 +507,7 @@ class UpscaleCallback(Swap, Strides):
     def _saved(self, trainer: Trainer) -> Path | None:
         if is_trial_run(trainer):
             return None
-        policy = next((c for c in callbacks_of(trainer) if isinstance(c, RunCheckpoint)), None)
+        policy = next(iter(callbacks_in(trainer, RunCheckpoint)), None)
         keeper = policy or trainer.checkpoint_callback
         folder = getattr(keeper, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
         path = Path(trainer.strategy.broadcast(str(folder))) / f"{PRE_UPSCALE}{trainer.global_step}.ckpt"
@@ -589,7 +589,7 @@ def growth_text(summary: dict[str, Any]) -> str:
 
 
 def swaps_of(trainer: Trainer) -> list[UpscaleCallback]:
-    return sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
+    return sorted(callbacks_in(trainer, UpscaleCallback), key=lambda callback: callback.at_step)
 
 
 def size_after_all(size: Size, swaps: Iterable[UpscaleCallback]) -> Size:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -28,11 +28,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+C = TypeVar("C")
+
 # --- modules and trainers
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined]  # public, but set where type checkers do not look
+
+
+def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:
+    """The callbacks of a kind."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
 
 
 def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
@@ -212,8 +219,8 @@ def enter_hook(module: LightningModule, name: str | None) -> str | None:
 def averaging_callbacks(module: LightningModule) -> list[WeightAveraging]:
     """The EMA callbacks of a run that hold an average already."""
     trainer = trainer_of(module)
-    callbacks = [] if trainer is None else callbacks_of(trainer)
-    return [c for c in callbacks if isinstance(c, WeightAveraging) and c._average_model is not None]
+    callbacks = [] if trainer is None else callbacks_in(trainer, WeightAveraging)
+    return [callback for callback in callbacks if callback._average_model is not None]
 
 
 def average_of(callback: WeightAveraging) -> AveragedModel:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import yaml
@@ -42,14 +42,12 @@ from mupscale.commands.process import without_collections
 from mupscale.commands.run_files import ResultFile, RunStart, SaveConfig
 from mupscale.data_files import LOADER, read_yaml, yaml_of
 from mupscale.errors import UserError, one_line
-from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
+from mupscale.models._lightning import OpenCLI, Parsers, callbacks_in, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import checkpoint_size, refuse_malformed, refuse_malformed_optimizers, run_in
 
 if TYPE_CHECKING:
     from mupscale.commands.pattern import Pattern
-
-C = TypeVar("C", bound=Callback)
 
 LOGGER = {
     "class_path": "mupscale.callbacks.tensorboard.LossFirstLogger",
@@ -479,11 +477,6 @@ def is_abstract(kind: type[Any]) -> bool:
 def descendants(kind: type[Any]) -> list[type[Any]]:
     """A class and those that inherit from it, as far as they are imported."""
     return [kind, *(each for child in kind.__subclasses__() for each in descendants(child))]
-
-
-def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:
-    holder: Any = trainer  # Lightning sets `callbacks` where type checkers do not see it
-    return [callback for callback in holder.callbacks if isinstance(callback, kind)]
 
 
 def with_callback_args(config: Any) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from mupscale.base_shapes import apply_mup
 from mupscale.callbacks.ordinary import refuse_shared_rates
-from mupscale.callbacks.upscale import UpscaleCallback, is_smaller
-from mupscale.commands.cli import CLI, callbacks_in, parsed
+from mupscale.callbacks.upscale import is_smaller, swaps_of
+from mupscale.commands.cli import CLI, parsed
 from mupscale.commands.config import Config
 from mupscale.data_files import LOADER
 from mupscale.errors import UserError
@@ -61,13 +61,9 @@ def first_batches(module: Growable, data: LightningDataModule, count: int) -> li
     return list(islice(iter(data.train_dataloader()), count))
 
 
-def upscales(trainer: Trainer) -> list[UpscaleCallback]:
-    return sorted(callbacks_in(trainer, UpscaleCallback), key=lambda callback: callback.at_step)
-
-
 def refuse_growths(module: Growable, trainer: Trainer) -> None:
     before = module.size
-    for callback in upscales(trainer):
+    for callback in swaps_of(trainer):
         after = callback.size_after(before)
         if is_smaller(before, after):
             callback.planned(module, before)
@@ -109,7 +105,7 @@ def growths(module: Growable, trainer: Trainer, data: LightningDataModule) -> li
     What makes new layers add nothing is found with the first batch, as in `fit`, where their class does not declare it.
     UserError for what `fit` refuses of the schedule, the noise and the optimizer.
     """
-    scheduled = upscales(trainer)
+    scheduled = swaps_of(trainer)
     sizes = [module.size]
     for callback in scheduled:
         callback.refuse_step(trainer)

@@ -74,7 +74,8 @@ def numbers(text: str) -> list[int]:
 
 def checked(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
     """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
-    from mupscale.commands.configured import configured, first_batches, upscales
+    from mupscale.callbacks.upscale import swaps_of
+    from mupscale.commands.configured import configured, first_batches
     from mupscale.models._lightning import optimizers_of
     from mupscale.models.checkpoint import Size
     from mupscale.models.growth_check import LossBySize
@@ -92,7 +93,7 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
         except (ValueError, AssertionError) as error:  # a model of the user's may assert that heads divide its width
             key = "--layers" if options.layers else "--widths"
             raise UserError(f"{key}: {str(error) or f'the model refuses {size}'}") from error
-    scheduled = upscales(trainer)
+    scheduled = swaps_of(trainer)
     batches = first_batches(module, data, 2 * options.steps)
 
     def optimizers(net: nn.Module) -> list[Optimizer]:

@@ -21,7 +21,7 @@ from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.mistakes import DiskFull, full_disk
 from mupscale.commands.process import EXIT_CODE, Terminated, on_sigterm, on_sigterm_in_a_thread
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, profiler_of, run_folder
+from mupscale.models._lightning import callbacks_in, profiler_of, run_folder
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import load_checkpoint, non_finite_in
 
@@ -213,7 +213,7 @@ class Ending(Strides):
         return f"the same command with --ckpt_path {path}"
 
     def _is_trial(self) -> bool:
-        return self.trainer is not None and any(isinstance(c, TrialMetric) for c in callbacks_of(self.trainer))
+        return self.trainer is not None and bool(callbacks_in(self.trainer, TrialMetric))
 
     def _places(self) -> list[Path]:
         callbacks = [] if self.trainer is None else self.trainer.checkpoint_callbacks

@@ -154,7 +154,7 @@ def line_about(error: BaseException) -> str | None:
         reason = (error.strerror or type(error).__name__).lower()
         return reason if error.filename is None else f"{error.filename}: {reason}"
     is_restoring = RESTORING in map(_module, frames)
-    if not (_is_library(module) or is_restoring) or any(_users(frames[1:])):
+    if not (_is_library(module) or is_restoring) or any(map(_is_users, map(_module, frames[1:]))):
         return None
     if isinstance(error, KeyError):
         text = f"there is no {text}"
@@ -170,15 +170,12 @@ def _section(module: str) -> str:
     return next((section for prefix, section in SECTIONS.items() if module.startswith(prefix)), "")
 
 
-def _users(frames: list[FrameType]) -> Iterator[FrameType]:
-    for frame in frames:
-        name = _module(frame)
-        if not _is_library(name) and name.partition(".")[0] != "mupscale":
-            yield frame
-
-
 def _is_library(module: str) -> bool:
     return module.partition(".")[0] in LIBRARIES
+
+
+def _is_users(module: str) -> bool:
+    return not _is_library(module) and module.partition(".")[0] != "mupscale"
 
 
 def _module(frame: FrameType) -> str:

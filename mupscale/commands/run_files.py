@@ -17,12 +17,12 @@ from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.tensorboard import delete_logs
 from mupscale.callbacks.trial_metric import TrialMetric
-from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.callbacks.upscale import swaps_of
 from mupscale.commands.arguments import refuse_output_folder
 from mupscale.commands.checkpoints import identity_of, newest_checkpoint
 from mupscale.commands.run_folder import LOCK, RESULT, RUN, Claim, Leftovers, Taken, write_run
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, forget_version, is_remote, is_trial_run, run_folder
+from mupscale.models._lightning import callbacks_in, forget_version, is_remote, is_trial_run, run_folder
 from mupscale.models.base import Growable
 
 
@@ -67,10 +67,9 @@ class RunStart:
         identity = (None if self.resumed is None else identity_of(self.resumed)) or uuid.uuid4().hex
         self._claims[0].begin()
         write_run(folder, id=identity)
-        for policy in callbacks_of(trainer):
-            if isinstance(policy, RunCheckpoint):
-                policy.run = identity
-                self._claim_checkpoints(policy.dirpath, folder)
+        for policy in callbacks_in(trainer, RunCheckpoint):
+            policy.run = identity
+            self._claim_checkpoints(policy.dirpath, folder)
         return {"id": identity, "folder": str(folder.resolve())}
 
     def release(self) -> None:
@@ -177,9 +176,7 @@ class ResultFile(Strides):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes result.json before the last checkpoint, after which a killed run has nothing left to do."""
-        is_trial = any(
-            isinstance(callback, TrialMetric) for callback in callbacks_of(trainer)
-        )  # `lab` writes that of one
+        is_trial = bool(callbacks_in(trainer, TrialMetric))  # `lab` writes that of one
         if self._folder is not None and not is_trial and not is_trial_run(trainer) and trainer.is_global_zero:
             write_result(self._folder, self.numbers(trainer))
 
@@ -188,9 +185,9 @@ class ResultFile(Strides):
 
     def numbers(self, trainer: Trainer) -> dict[str, Any]:
         """What result.json holds of a fit that has ended."""
-        module, callbacks = trainer.lightning_module, callbacks_of(trainer)
-        spent = next((callback.spent for callback in callbacks if isinstance(callback, Curves)), {})
-        growths = [callback.summary for callback in callbacks if isinstance(callback, UpscaleCallback)]
+        module = trainer.lightning_module
+        spent = next((curves.spent for curves in callbacks_in(trainer, Curves)), {})
+        growths = [swap.summary for swap in swaps_of(trainer)]
         return {
             "steps": trainer.global_step,
             **({"width": None} if not isinstance(module, Growable) else module.size._asdict()),

@@ -66,11 +66,7 @@ class Claim:
             lock.unlink(missing_ok=True)
         elif lock.exists() and not lock.stat().st_size:
             lock.unlink()
-        for folder in self._made:
-            if folder.exists():
-                if any(folder.iterdir()):
-                    break
-                folder.rmdir()
+        _remove_empty(self._made)
         self._file.close()
 
 
@@ -95,6 +91,12 @@ def _missing(folder: Path) -> list[Path]:
     return [each for each in (folder, *folder.parents) if not each.exists()]
 
 
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # it was not made, or another process has put something there
+            folder.rmdir()
+
+
 class Leftovers:
     """The files that appear in a run's folder from `watch` on. `remove` deletes them, and folders made for them."""
 
@@ -106,7 +108,7 @@ class Leftovers:
     def watch(self, folder: Path) -> None:
         self._folder = folder
         self._before = set(folder.rglob("*")) if folder.is_dir() else set()
-        self._missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        self._missing = _missing(folder)
 
     def remove(self) -> None:
         if self._folder is None:
@@ -117,6 +119,4 @@ class Leftovers:
             for path in set(self._folder.rglob("*")) - self._before:
                 if path.is_file() or path.is_symlink():
                     path.unlink(missing_ok=True)
-        for path in self._missing:
-            with suppress(OSError):  # it was not made, or another process has put something there
-                path.rmdir()
+        _remove_empty(self._missing)

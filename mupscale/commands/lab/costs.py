@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from mupscale.atomic import write_text
-from mupscale.commands.cli import callbacks_in, parsed
+from mupscale.commands.cli import parsed
 from mupscale.commands.config import Config, read_json, temporary_file
 from mupscale.commands.configured import first_batches
 from mupscale.commands.lab.file import Description, of_width
@@ -22,6 +22,7 @@ from mupscale.commands.lab.run import Result, Run, Trial, drop_checkpoints, expl
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.widths import Growth, Size, folder_name, model_size
 from mupscale.errors import UserError
+from mupscale.models._lightning import callbacks_in
 
 COSTS = "costs.json"
 

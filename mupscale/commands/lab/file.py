@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.cli import CLI, callbacks_in
+from mupscale.callbacks.upscale import swaps_of
+from mupscale.commands.cli import CLI
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
 from mupscale.commands.configured import described, refuse_optimizers
 from mupscale.commands.lab.run import without_announcements
@@ -447,7 +447,7 @@ def refusals(where: str) -> Iterator[None]:
 
 
 def refuse_growth(growth: Growth, cli: CLI) -> None:
-    (swap,) = callbacks_in(cli.trainer, UpscaleCallback)
+    (swap,) = swaps_of(cli.trainer)
     with refusals(f"widths {growth}"):
         narrow, wide = (cli.model.network(**model_size(size), meta=True) for size in (growth.before, growth.after))
         residual = pending_residual(narrow, wide, swap.depth, {})

@@ -19,12 +19,13 @@ from lightning.pytorch import Trainer
 
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.cli import CLI, LOGGER, callbacks_in, opened
+from mupscale.commands.cli import CLI, LOGGER, opened
 from mupscale.commands.config import Config, class_name, read_json, temporary_file
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.run_files import write_result
 from mupscale.commands.run_folder import RESULT, Claim, Taken
 from mupscale.errors import UserError
+from mupscale.models._lightning import callbacks_in
 from mupscale.models.hf import SAVED
 
 PROGRESS_SECONDS = 60.0

@@ -19,9 +19,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from mupscale.callbacks import step_blocks
 from mupscale.callbacks.fast_loop import LeanEpochLoop, why_single
 from mupscale.callbacks.step_blocks import OF_EPOCHS, OF_STEPS, has_hooks
-from mupscale.callbacks.strides import Strides, strides_of
+from mupscale.callbacks.strides import Strides
 from mupscale.errors import UserError
 from mupscale.models import _lightning_loop as loops
+from mupscale.models._lightning import callbacks_in
 from mupscale.models.base import Growable
 
 _ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
@@ -145,7 +146,7 @@ class StackedFit:
 
     @cached_property
     def strides(self) -> list[Strides]:
-        return strides_of(self.trainer)
+        return callbacks_in(self.trainer, Strides)
 
     @property
     def step(self) -> int:
@@ -213,7 +214,7 @@ def free_steps(trainer: Trainer) -> float:
         return 0
     is_scored = not loops.validates(trainer) or is_scored_jointly(trainer)
     passes_epochs = is_scored and not has_hooks(trainer, OF_EPOCHS) and loops.epochs_are_plain(trainer)
-    return step_blocks.free_steps(trainer, strides_of(trainer), passes_epochs)
+    return step_blocks.free_steps(trainer, callbacks_in(trainer, Strides), passes_epochs)
 
 
 def is_scored_jointly(trainer: Trainer) -> bool:
