@@ -28,7 +28,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.cases import token_rows
 from benchmarks.harness import Row, choices, clear_memory, now, peak_gb, run
-from benchmarks.training import Case, Marks, fit, ours
+from benchmarks.training import Case, Clock, fit, ours
 from mupscale.callbacks import upscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models.gpt2 import GPT2
@@ -86,23 +86,6 @@ class Weighed(UpscaleCallback):
         self.footprint = sum(t.numel() * t.element_size() for t in (*pl_module.parameters(), *states)) / 1e9
 
 
-class Clock(Marks):
-    """Reads the clock at the ends of some steps, the device idle."""
-
-    def __init__(self, *steps: int) -> None:
-        super().__init__(*steps)
-        self.at = dict.fromkeys(steps, 0.0)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step in self.at:
-            self.at[trainer.global_step] = now()
-
-    def rate(self, first: int, last: int) -> float:
-        return (last - first) / (self.at[last] - self.at[first])
-
-
 def case(name: str, shape: Shape, options: argparse.Namespace) -> Case:
     width, layers, rows = shape
     vocabulary, context = (256, 32) if options.quick else (50304, 1024)
@@ -145,7 +128,7 @@ def measure(name: str, way: str, small: Shape, large: Shape, options: argparse.N
     torch.compiler.reset()
     clear_memory()
     fresh, _ = ours(case(name, large, options), options.device)
-    return {**row, "fresh /s": fresh.steps / fresh.seconds}
+    return {**row, "fresh /s": fresh.rate(begin.warm_up, grown_at)}
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:

@@ -153,8 +153,8 @@ def bare_steps(
     precision, steps = ("bf16-mixed", 500) if on_gpu else ("32-true", 5)
     single = Case(name, partial(make, compile=on_gpu), lambda _: [batch], None, "", 1, steps, 10, precision, 0)
     clear_memory()
-    watch, _ = bare(single, device)
-    yield {"case": name, "way": "1, by itself", "trials × steps/s": steps / watch.seconds, "peak GB": peak_gb()}
+    clock, _ = bare(single, device)
+    yield {"case": name, "way": "1, by itself", "trials × steps/s": clock.rate(10, 10 + steps), "peak GB": peak_gb()}
     ways = [(size, False) for size in sizes] + ([(sizes[-1], True)] if on_gpu else [])
     for size, compiled in ways:
         clear_memory()

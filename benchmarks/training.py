@@ -52,27 +52,16 @@ class Case:
     rival: str = "draft"  # what the table calls it
 
 
-class Marks(Strides):
-    """Needs its hooks at the ends of some steps only."""
+class Clock(Strides):
+    """Reads clock and memory at the ends of some steps, the device idle. It needs its hooks at these steps only."""
 
     def __init__(self, *steps: int) -> None:
-        self.marks = steps
+        self.started = time.perf_counter()
+        self.at = dict.fromkeys(steps, 0.0)
+        self.held = dict.fromkeys(steps, 0)
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        return min(
-            (mark - 1 - trainer.global_step for mark in self.marks if mark > trainer.global_step), default=math.inf
-        )
-
-
-class Watch(Marks):
-    """Reads clock and memory when the warm-up is over and at the last step, the device idle at both."""
-
-    def __init__(self, warm_up: int, steps: int) -> None:
-        super().__init__(1, warm_up, warm_up + steps)
-        self.warm_up, self.steps = warm_up, steps
-        self.started = time.perf_counter()
-        self.first = self.seconds = self.grown = 0.0
-        self._since, self._held = 0.0, 0
+        return min((step - 1 - trainer.global_step for step in self.at if step > trainer.global_step), default=math.inf)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -80,22 +69,18 @@ class Watch(Marks):
         self.after(trainer.global_step)
 
     def after(self, step: int) -> None:
-        if step == 1:
-            self.first = now() - self.started
-        elif step == self.warm_up:
-            self._since, self._held = now(), held()
-        elif step == self.warm_up + self.steps:
-            self.seconds = now() - self._since
-            self.grown = (held() - self._held) / 1e6
+        if step in self.at:
+            self.at[step] = now()
+            self.held[step] = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+    def rate(self, first: int, last: int) -> float:
+        """Steps a second."""
+        return (last - first) / (self.at[last] - self.at[first])
 
 
-def held() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
-def ours(case: Case, device: torch.device) -> tuple[Watch, float]:
-    watch = Watch(case.warm_up, case.steps)
-    return watch, fit(case, device, watch)
+def ours(case: Case, device: torch.device) -> tuple[Clock, float]:
+    clock = Clock(1, case.warm_up, case.warm_up + case.steps)
+    return clock, fit(case, device, clock)
 
 
 def fit(case: Case, device: torch.device, *callbacks: Callback) -> float:
@@ -124,8 +109,8 @@ def fit(case: Case, device: torch.device, *callbacks: Callback) -> float:
     return float(module.train_loss)
 
 
-def bare(case: Case, device: torch.device) -> tuple[Watch, float]:
-    watch = Watch(case.warm_up, case.steps)
+def bare(case: Case, device: torch.device) -> tuple[Clock, float]:
+    clock = Clock(1, case.warm_up, case.warm_up + case.steps)
     module = case.module()
     with device:
         module.configure_model()
@@ -151,9 +136,9 @@ def bare(case: Case, device: torch.device) -> tuple[Watch, float]:
         if count == 4 and device.type == "cuda":
             step = CapturedStep(gradients, optimizer, batch)
         loss = step(batch)
-        watch.after(count)
+        clock.after(count)
         if count == case.warm_up + case.steps:
-            return watch, float(loss)
+            return clock, float(loss)
     raise AssertionError("no batches")
 
 
@@ -162,15 +147,16 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def draft(case: Case, device: torch.device) -> tuple[Watch, None]:
+def draft(case: Case, device: torch.device) -> tuple[Clock, None]:
     assert case.draft is not None
-    watch = Watch(case.warm_up, case.draft_steps)
+    last = case.warm_up + case.draft_steps
+    clock = Clock(1, case.warm_up, last)
     steps = case.draft(device)
-    for count in range(1, case.warm_up + case.draft_steps + 1):
+    for count in range(1, last + 1):
         next(steps)
-        watch.after(count)
+        clock.after(count)
     steps.close()  # type: ignore[attr-defined]
-    return watch, None
+    return clock, None
 
 
 def first_draft(
@@ -194,15 +180,16 @@ def first_draft(
         yield
 
 
-Side = Callable[[Case, torch.device], tuple[Watch, float | None]]
+Side = Callable[[Case, torch.device], tuple[Clock, float | None]]
 
 
 def measured(case: Case, name: str, side: Side, device: torch.device) -> Row:
     """Memory is in GB at its peak; `grown` in MB from the end of the warm-up to the last step."""
     clear_memory()
     seed_everything(0, verbose=False)
-    watch, loss = side(case, device)
-    steps = watch.steps / watch.seconds
+    clock, loss = side(case, device)
+    first, last = case.warm_up, max(clock.at)
+    steps = clock.rate(first, last)
     flops = case.module().training_flops(next(iter(case.batches(torch.device("cpu")))))
     return {
         "case": case.name,
@@ -211,8 +198,8 @@ def measured(case: Case, name: str, side: Side, device: torch.device) -> Row:
         f"{case.unit}/s": steps * case.units_per_step,
         "TFLOP/s": steps * flops / 1e12,
         "GB": peak_gb(),
-        "grown MB": watch.grown,
-        "first s": watch.first,
+        "grown MB": (clock.held[last] - clock.held[first]) / 1e6,
+        "first s": clock.at[1] - clock.started,
         "last loss": loss if loss is not None else "",
     }
 

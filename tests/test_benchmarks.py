@@ -144,7 +144,7 @@ def test_folders_beside_cp(
     (row,) = json.loads((tmp_path / "row.json").read_text())["rows"]
     assert least < row["wide_gb"] / row["narrow_gb"] < most
     assert row["peak_gb"] > row["largest_wide_tensor_gb"] > 0
-    assert "seconds_for_7b" in capsys.readouterr().out
+    assert "cp_seconds" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["row.json"]
 
 
