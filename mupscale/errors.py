@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -80,17 +80,6 @@ def refuse_unless_level(name: str, value: Any) -> None:
         fits = False
     if not fits:
         raise UserError(f"{name} must be a finite number of at least 0, got {shown(value)}")
-
-
-def refuse_unless_callable(name: str, value: Any, form: str) -> None:
-    """Raises a UserError if a value is not a function; `form` shows one."""
-    if not callable(value):
-        raise UserError(f"{name} must be a function, give {form}; got {shown(value)}")
-
-
-def refuse_unless_iterable(name: str, value: Any, of: str) -> None:
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
-        raise UserError(f"{name} must be a list of {of}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:

@@ -11,7 +11,7 @@ does, with torch's FLOP counter. The paper's estimates are larger by exactly
 import math
 from collections.abc import Sequence
 
-from mupscale.errors import UserError, refuse_unless_iterable, refuse_unless_level
+from mupscale.errors import UserError, refuse_unless_level
 
 LOGGED = 10**6
 """FLOPs in a unit of the horizontal axis of the curves against FLOPs."""
@@ -38,7 +38,6 @@ def first_reach(losses: Sequence[float], target: float) -> int | None:
     The paper's target is the from-scratch run's minimum training loss. Its costs of upscaled MLPs, 598 and 3,031
     TFLOPs, are those of 26.4 and 133.8 epochs: whole epochs of each run, averaged over five seeds.
     """
-    refuse_unless_iterable("first_reach: losses", losses, "losses")
     if isinstance(target, bool | str) or target is None or math.isnan(target):
         raise UserError(f"first_reach: target must be a number, got {target!r}")
     return next((count for count, loss in enumerate(losses, 1) if loss <= target), None)

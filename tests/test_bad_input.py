@@ -321,7 +321,6 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
     "verify None": (lambda: verified(narrow=None), "verify: narrow must be a torch.nn.Module"),
     "verify on meta": (lambda: verified(narrow=net().to("meta")), "build it on the CPU"),
     "verify with a loss of many": (lambda: verified(loss=lambda model, batch: model(batch)), "one element"),
-    "verify without an optimizer": (lambda: verified(optimizer=3), "give lambda params"),
     "verify with a clip of text": (lambda: verified(clip="x"), "clip must be a finite number"),
     "muP of a class": (lambda: mupscale.apply_mup(torch.optim.SGD, net()), "must be a torch.optim.Optimizer"),
     "register an object": (lambda: mupscale.register_optimizer(3, degree=1, state={}), "such as torch.optim.SGD"),

@@ -24,14 +24,7 @@ from torch.optim import Optimizer
 
 from mupscale.base_shapes import clip_grad_norm_
 from mupscale.checks.recording import buffers_kept, recorded, refuse_unless_loss
-from mupscale.errors import (
-    UserError,
-    refuse_unless_callable,
-    refuse_unless_iterable,
-    refuse_unless_level,
-    refuse_unless_model,
-    refuse_unless_whole,
-)
+from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model, refuse_unless_whole
 from mupscale.methods.grow import as_list, grow
 from mupscale.methods.noise import AdditiveNoise, Noise
 from mupscale.readout import Readout
@@ -196,11 +189,6 @@ def coord_check(
     `seeds` networks are trained, cycling through `batches`; sizes are measured on the first batch.
     `watch(words, done, total)` is called after each network.
     """
-    refuse_unless_callable("network", network, "lambda width: the network at this width")
-    refuse_unless_callable("optimizer", optimizer, "lambda network: apply_mup(torch.optim.AdamW(...), network)")
-    refuse_unless_callable("loss", loss, "lambda network, batch: loss of the batch")
-    refuse_unless_iterable("widths", widths, "widths")
-    refuse_unless_iterable("batches", batches, "batches, as loss takes them")
     if clip is not None:
         refuse_unless_level("clip", clip)
     for width in widths:

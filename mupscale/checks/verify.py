@@ -21,14 +21,7 @@ from mupscale.checks.recording import (
     steps_in_float32,
     to_float64,
 )
-from mupscale.errors import (
-    UserError,
-    refuse_unless_callable,
-    refuse_unless_iterable,
-    refuse_unless_level,
-    refuse_unless_model,
-    refuse_unless_whole,
-)
+from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model, refuse_unless_whole
 from mupscale.methods.grow import as_list, grow
 from mupscale.text_tables import Paint, Watch, folded, table, unpainted, unwatched
 from mupscale.widening.axes import duplicate
@@ -179,9 +172,6 @@ def verify(
     if any(tensor.is_meta for tensor in (*narrow.parameters(), *narrow.buffers())):
         raise UserError("verify: narrow is on the meta device and has no values; build it on the CPU")
     refuse_unless_whole("verify: steps", steps)
-    refuse_unless_callable("verify: optimizer", optimizer, "lambda params: torch.optim.AdamW(params, lr=1e-3)")
-    refuse_unless_callable("verify: loss", loss, "lambda model, batch: loss of the batch")
-    refuse_unless_iterable("verify: batches", batches, "batches, as loss takes them")
     for name, value in (("clip", clip), ("tolerance", tolerance)):
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)

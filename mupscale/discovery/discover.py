@@ -12,7 +12,7 @@ from mupscale.discovery.found import Found, growth_factors, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, entries_grow_by, first_sides, is_known
 from mupscale.discovery.passes import PairedCut, Recording, paired
 from mupscale.discovery.search import Search
-from mupscale.errors import UserError, refuse_unless_callable, refuse_unless_model
+from mupscale.errors import UserError, refuse_unless_model
 from mupscale.methods.grow import grow
 from mupscale.text_tables import Watch, unwatched
 from mupscale.widening.axes import LayoutSpec
@@ -62,7 +62,6 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise UserError(f"discover: {name} is on the meta device and cannot run; build it on the CPU")
         refuse_scripted(f"discover: {name}", model)
-    refuse_unless_callable("discover: call", call, "lambda model: model(batch)")
     with generators_kept(), torch.inference_mode(False), torch.enable_grad():
         before, after = _copies(narrow, wide)
         search = Search(before, after, call, TOLERANCE, watch)

@@ -14,7 +14,7 @@ from mupscale.checks.agreement import Agreement, change_of_outputs, check_agreem
 from mupscale.checks.forward_pass import Call
 from mupscale.discovery.depth import find_residual
 from mupscale.discovery.discover import discover
-from mupscale.errors import UncheckedWarning, UserError, refuse_unless_callable
+from mupscale.errors import UncheckedWarning, UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
 from mupscale.methods.noise import Noise
@@ -113,7 +113,6 @@ def upscale(
         report = grow(narrow, target, narrow_opt, wide_opt, hints=hints, **settings)
         _warn_once()
         return report
-    refuse_unless_callable("upscale: call", call, "lambda model: model(batch)")
     real = target if build is None else _built(build)
     checked = find_plan(narrow, real, call, hints, on_mismatch)
     notes, exact = checked.notes, checked.agreement.exact

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mupscale.data_files import json_of, what_is_wrong
-from mupscale.errors import UserError, refuse_unless_iterable, refuse_unless_level, shown
+from mupscale.errors import UserError, refuse_unless_level, shown
 from mupscale.hf.folder import GROWTH_FILE
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport
@@ -89,9 +89,8 @@ def parameter_groups(
     refuse_unless_level("lr", lr)
     refuse_unless_level("weight_decay", weight_decay)
     refuse_unless_level("eps", 0.0 if eps is None else eps)
-    refuse_unless_iterable("no_decay", no_decay, "name patterns, such as ['*.bias']")
     patterns = list(no_decay)
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    if isinstance(no_decay, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise UserError(f"no_decay must be a list of name patterns, such as ['*.bias'], got {shown(patterns)}")
     factors, widths, shapes = _read(grown)
     parameters = {unwrapped(name): parameter for name, parameter in model.named_parameters()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.errors import UserError, refuse_unless_model, refuse_unless_whole, shown
+from mupscale.errors import UserError, refuse_unless_whole, shown
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise, SameNoise, add_noise_, may_overflow, noise_constant, save_constants
 from mupscale.sharding import gathered, own_part, whole
@@ -270,7 +270,6 @@ def as_list(optimizers: Optimizers) -> list[Optimizer]:
 
 def _refuse_other_plan(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
     for name, model in (("narrow", narrow), ("wide", wide)):
-        refuse_unless_model(name, model)
         planned = {key: getattr(entry, f"{name}_shape") for key, entry in plan.parameters.items()}
         if {key: tuple(parameter.shape) for key, parameter in model.named_parameters()} != planned:
             raise UserError(f"plan is one of other models: its parameters are not those of `{name}`. Make a new one")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.errors import UserError, refuse_unless_callable, refuse_unless_iterable, refuse_unless_whole
+from mupscale.errors import UserError, refuse_unless_whole
 from mupscale.methods.base import Claim, GrowthMethod, Loss
 from mupscale.methods.by_groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
 from mupscale.sharding import is_sharded
@@ -88,8 +88,6 @@ class LiGO(GrowthMethod):
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Learns the maps, a step for each batch; `wide` lends its modules only: it may be on the meta device."""
-        refuse_unless_callable("LiGO: loss", loss, "lambda model, batch: loss of the batch")
-        refuse_unless_iterable("LiGO: batches", batches, "batches, as loss takes them")
         self.forget()
         plan = self.plan(narrow, wide, hints)
         sources = {name: parameter.detach() for name, parameter in narrow.named_parameters()}

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from mupscale._torch import forward_pre_hooks, non_persistent_buffers
-from mupscale.errors import UserError, refuse_unless_model
+from mupscale.errors import UserError
 from mupscale.widening import modules
 from mupscale.widening.modules import WeightNorm, weight_norms, why_reparametrised
 from mupscale.widening.stepping import records_of
@@ -50,8 +50,6 @@ class Pairing:
     def __init__(
         self, narrow: nn.Module, wide: nn.Module, width_axes: Mapping[str, Sequence[bool]] | None = None
     ) -> None:
-        refuse_unless_model("narrow", narrow)
-        refuse_unless_model("wide", wide)
         self.modules = _pair_modules(narrow, wide)
         self.weight_norms = weight_norms(found) if (found := self._reparametrised()) else []
         self.uses = _pair_parameters(self.modules, self.weight_norms, narrow, wide)

@@ -106,8 +106,6 @@ def test_bad_arguments() -> None:
     narrow, wide = pair(Decoder, 2)
     with pytest.raises(UserError, match=r"discover: wide must be a torch\.nn\.Module"):
         mupscale.discover(narrow, None, lambda model: model(TOKENS))
-    with pytest.raises(UserError, match="discover: call must be a function"):
-        mupscale.discover(narrow, wide, TOKENS)
     with pytest.raises(UserError, match="does not run the model"):
         mupscale.discover(narrow, wide, lambda model: None)
     with pytest.raises(UserError, match="wide is on the meta device"):
