@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import foreach_mul, foreach_norm
-from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model, shown
+from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model
 from mupscale.readout import Readout
 from mupscale.sharding import gathered
 from mupscale.widening import modules, table
@@ -180,8 +180,6 @@ def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer
         >>> sorted({group["lr"] for group in optimizer.param_groups})  # at twice the base width
         [0.005, 0.01]
     """
-    if not isinstance(optimizer, Optimizer):
-        raise UserError(f"apply_mup: optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
     refuse_bad_levels(optimizer)
     if model is None:
         return _scaled_from_base(optimizer, _own_width)

@@ -322,9 +322,6 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
     "verify on meta": (lambda: verified(narrow=net().to("meta")), "build it on the CPU"),
     "verify with a loss of many": (lambda: verified(loss=lambda model, batch: model(batch)), "one element"),
     "verify with a clip of text": (lambda: verified(clip="x"), "clip must be a finite number"),
-    "muP of a class": (lambda: mupscale.apply_mup(torch.optim.SGD, net()), "must be a torch.optim.Optimizer"),
-    "register an object": (lambda: mupscale.register_optimizer(3, degree=1, state={}), "such as torch.optim.SGD"),
-    "register without state": (lambda: mupscale.register_optimizer(Own, degree=1, state=None), "'exp_avg': 1"),
     "coordinates of one network": (lambda: coordinates(network=lambda width: net()), "it must use its width"),
     "a speedup over nothing": (lambda: flops.speedup(1.0), "give the costs to compare"),
 }

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from mupscale.data_files import json_of
-from mupscale.errors import UserError, refuse_unless_level, shown
+from mupscale.errors import UserError, refuse_unless_level
 from mupscale.spectral import spectral_norms
 from mupscale.text_tables import unwrapped
 from mupscale.widening import table
@@ -194,8 +194,6 @@ class RecordedNoise(Noise):
             path: A file that `report.save_noise` wrote.
             centred: Whether the noise preserves the function; by default as it was recorded.
         """
-        if not isinstance(path, str | Path):
-            raise UserError(f"RecordedNoise: path must name a file that report.save_noise wrote, got {shown(path)}")
         self.path = Path(path)
         try:
             record = json_of(self.path.read_text())
@@ -275,8 +273,6 @@ _CENTRED_FORMAT = "mupscale noise constants, version 2"
 
 
 def save_constants(constants: Constants, path: str | Path, centred: bool = False) -> None:
-    if not isinstance(path, str | Path):
-        raise UserError(f"save_noise: path must name a file to write, got {shown(path)}")
     record: dict[str, Any] = {"format": _PLAIN_FORMAT, "constants": constants}
     if centred:
         record = {"format": _CENTRED_FORMAT, "centred": True, "std": "after centring", "constants": constants}

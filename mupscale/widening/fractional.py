@@ -90,7 +90,7 @@ def _weighs_by_copies(name: str, module: nn.Module, narrow: int, wide: int) -> U
 def refuse_larger_heads(pairing: Pairing, entries: Mapping[str, Growth]) -> None:
     """Raises a UserError if the size of heads grows by a fraction: logits would weight entries by their copies."""
     for name, before, after in pairing.modules:
-        heads = modules.kept_heads(before, after)
+        heads = next((f"{old} heads" for _, old, new in modules.head_counts(before, after) if old == new), None)
         inside = [entry for entry in entries.values() if entry.name.startswith(f"{name}." if name else "")]
         for entry in inside if heads is not None else ():
             for axis in entry.fractional_axes:

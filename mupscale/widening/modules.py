@@ -218,34 +218,24 @@ def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
     return None
 
 
-def growing_heads(narrow: nn.Module, wide: nn.Module, *, of_configuration: bool = True) -> str | None:
-    """The head count of an attention module, or of a model's configuration, that grows."""
-    if isinstance(narrow, nn.MultiheadAttention):  # knows its own blocks
-        return None
+def head_counts(narrow: nn.Module, wide: nn.Module, *, of_configuration: bool = False) -> list[tuple[str, int, int]]:
+    """The numbers of heads of a module, and of its configuration, by their attributes: in both models."""
     owners: list[tuple[object, object]] = [(narrow, wide)]
     if of_configuration:
         owners.append((getattr(narrow, "config", None), getattr(wide, "config", None)))
+    found = []
     for before_owner, after_owner in owners:
         for attribute in _HEAD_COUNTS:
             before, after = getattr(before_owner, attribute, None), getattr(after_owner, attribute, None)
-            if isinstance(before, int) and isinstance(after, int) and after > before:
-                return f"{attribute} grows {before} → {after}"
-    return None
+            if isinstance(before, int) and isinstance(after, int):
+                found.append((attribute, before, after))
+    return found
 
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is an attention, by the name of its class."""
     kind = type(module).__name__.lower()
     return "attention" in kind or "attn" in kind
-
-
-def kept_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
-    """The heads of an attention module that has as many in the wide model, such as "4 heads"."""
-    for attribute in _HEAD_COUNTS:
-        before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)
-        if isinstance(before, int) and before == after:
-            return f"{before} heads"
-    return None
 
 
 def dropout_of(module: nn.Module) -> float:

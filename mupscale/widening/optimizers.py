@@ -164,15 +164,6 @@ def register_optimizer(
     """
     if degree not in (0, 1):
         raise UserError(f"register_optimizer: degree must be 0 (Adam-like) or 1 (SGD-like), got {degree}")
-    if not isinstance(optimizer, type) or not issubclass(optimizer, torch.optim.Optimizer):
-        raise UserError(f"register_optimizer: give a class of optimizers, such as torch.optim.SGD, got {optimizer!r}")
-    if not isinstance(state, Mapping) or not all(
-        isinstance(key, str) and isinstance(power, int) for key, power in state.items()
-    ):
-        raise UserError(
-            "register_optimizer: give state as the power of the gradient that each state holds, "
-            f"{{'exp_avg': 1, 'exp_avg_sq': 2}}, got {state!r}"
-        )
     _REGISTRY[optimizer] = OptimizerRule(degree, dict(state), decoupled_weight_decay, **more)
 
 

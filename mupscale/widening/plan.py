@@ -339,8 +339,10 @@ def notes_on(pairing: Pairing, growths: dict[str, Growth], hinted: Collection[st
     for name, before, after in pairing.modules:
         inside, title = f"{name}." if name else "", name or "(the model)"
         # a configuration is handed to every module, and only some of them have heads
-        heads = modules.growing_heads(before, after, of_configuration=not name or modules.is_attention(before))
-        if heads and _any_inside(inside, growing) and not _any_inside(inside, in_blocks):
+        counts = modules.head_counts(before, after, of_configuration=not name or modules.is_attention(before))
+        heads = next((f"{key} grows {old} → {new}" for key, old, new in counts if new > old), None)
+        knows_blocks = isinstance(before, nn.MultiheadAttention) or _any_inside(inside, in_blocks)
+        if heads and _any_inside(inside, growing) and not knows_blocks:
             yield f"{title}: {heads}; its projections need blocks of whole heads"
         text = modules.caveat(before, after)
         if text:
