@@ -79,7 +79,7 @@ class Progress:
                 progress = cls(**json_of(path.read_bytes()))
                 progress.refuse_other_types()
                 return progress
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, KeyError) as error:
                 raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it again") from error
         own = (LOCK, partial(path).name)  # a process that ended before it wrote its first progress leaves them
         other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
@@ -92,12 +92,10 @@ class Progress:
     def refuse_other_types(self) -> None:
         """ValueError if a part is of another type than `write` writes."""
         known = isinstance(self.preparation, dict) and isinstance(self.trained_on, dict | None)
-        if not known or not isinstance(self.files, dict) or set(self.files) != set(SPLITS):
+        for pair in [pair for split in SPLITS for pair in self.files[split]]:
+            known = known and isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
+        if not known or set(self.files) != set(SPLITS):
             raise ValueError("its preparation, vocabulary or files are not those of a preparation")
-        for counts in self.files.values():
-            for pair in counts if isinstance(counts, list) else [counts]:
-                if not isinstance(pair, list) or len(pair) != 2 or not all(type(n) is int and n >= 0 for n in pair):
-                    raise ValueError(f"a file has {pair!r}, wanted the numbers of its tokens and documents")
 
     def write(self, folder: Path) -> None:
         write_durably(folder / PROGRESS, json.dumps(asdict(self)).encode())

@@ -58,7 +58,8 @@ class WarmupStableDecay(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:
-        return scaled(self.base_lrs, warmed_up(self.last_epoch, self.warmup) * self._decayed())
+        factor = warmed_up(self.last_epoch, self.warmup) * self._decayed()
+        return [rate * factor for rate in self.base_lrs]
 
     def _decayed(self) -> float:
         if not self.decay or self.steps is None:
@@ -97,16 +98,13 @@ class WarmupCosine(LRScheduler):
     def get_lr(self) -> list[Any]:
         share = (self.last_epoch - self.warmup) / max(1, self.steps - self.warmup)
         cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, max(0.0, share)))
-        return scaled(self.base_lrs, warmed_up(self.last_epoch, self.warmup) * cosine)
+        factor = warmed_up(self.last_epoch, self.warmup) * cosine
+        return [rate * factor for rate in self.base_lrs]
 
 
 def warmed_up(step: int, warmup: int) -> float:
     """The share of the rate that a step has during the warm-up; steps are counted from 0."""
     return min(1.0, (step + 1) / warmup) if warmup else 1.0
-
-
-def scaled(rates: list[Any], factor: float) -> list[Any]:
-    return [rate * factor for rate in rates]
 
 
 def refuse_bad_schedule(warmup: Any, steps: Any) -> None:

@@ -39,9 +39,6 @@ class ClaimCheck:
         """Whether the method preserves exactly what it claims, no less and no more."""
         return self.claim == Claim(self.static <= PRESERVED, self.dynamic <= PRESERVED)
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
         """The check in a line that begins with `title`; for a terminal of `columns`."""
         parts = []
@@ -51,6 +48,8 @@ class ClaimCheck:
             parts.append(f"{name} {'preserved' if claimed else 'not preserved'} (deviation {deviation:.1e})")
         line = f"{title}{self.method}: {', '.join(parts)}: {'confirmed' if self.holds else 'REFUTED'}"
         return "\n".join(paint(part, "good" if self.holds else "bad") for part in folded([line], columns))
+
+    __str__ = text
 
 
 def check_claim(

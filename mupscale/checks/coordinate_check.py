@@ -136,9 +136,6 @@ class CoordCheck:
     def passed(self) -> bool:
         return not self.failing
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, columns: int | None = None, paint: Paint = unpainted) -> str:
         """The slopes in a table, and what is wrong; for a terminal of `columns`."""
         failing = self.failing
@@ -164,6 +161,8 @@ class CoordCheck:
         problems = folded([f"  {name}: {problem}" for name, problem in failing.items()], columns)
         lines = table(rows, right=range(1, 1 + 2 * len(self.scans)), styles=styles, columns=columns, paint=paint)
         return "\n".join([*folded(above, columns), *lines, *verdict, *problems])
+
+    __str__ = text
 
 
 def coord_check(

@@ -83,9 +83,6 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.passed
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
         """The verdict in a line that begins with `title`, and the drifts in a table; for a terminal of `columns`."""
         if self.passed:
@@ -112,6 +109,8 @@ class Verdict:
         if self.reason:
             below = [self.reason, _REMEDY] if self.first_divergent is not None else [self.reason]
         return "\n".join([*lines, *folded(below, columns)])
+
+    __str__ = text
 
 
 WARM_UP = 10

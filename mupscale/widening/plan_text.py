@@ -49,9 +49,6 @@ class Plan:
         before = sum(math.prod(g.narrow_shape) for g in growths if not g.inserted)
         return before, sum(math.prod(g.wide_shape) for g in growths)
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, columns: int | None = None, paint: Paint = unpainted) -> str:
         """A table of parameters and buffers; for a terminal of `columns`, those that grow alike share a row."""
         rows = [_row(entry) for entry in (*self.parameters.values(), *self.buffers.values())]
@@ -65,6 +62,8 @@ class Plan:
         below += [f"note: {note}" for note in notes_by_layer(self.notes)]
         lines = table([_HEADING, *rows], right=_NUMBERS, columns=columns, paint=paint)
         return "\n".join([*lines, *folded(below, columns)])
+
+    __str__ = text
 
 
 _HEADING = ("parameter", "role", "narrow → wide", "k_out", "k_in", "weight", "duplicated")
