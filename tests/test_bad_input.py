@@ -284,10 +284,6 @@ def affine(width: int) -> nn.Module:
     return module
 
 
-class Own(torch.optim.SGD):
-    """An optimizer that is not registered."""
-
-
 LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
     "plan of None": (lambda: mupscale.plan(None, net()), "Pass the network itself"),
     "plan of int8": (

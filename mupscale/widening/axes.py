@@ -227,10 +227,11 @@ _MANY_CELLS = 256
 
 
 @lru_cache(8)  # a tensor that is widened some rows at a time needs it for each of them
+@torch.inference_mode(False)
 def source_index(layout: Layout) -> Tensor:
     """The narrow entry that each wide entry of an axis is a copy of. Read only."""
     runs = _runs(layout)
-    return (runs.source - runs.start).repeat_interleave(runs.length) + torch.arange(wide_length(layout))
+    return (runs.source - runs.start).repeat_interleave(runs.length) + torch.arange(wide_length(layout), device="cpu")
 
 
 def copy_index(layout: Layout) -> Tensor:
@@ -255,13 +256,13 @@ class _Runs(NamedTuple):
 
 
 def _runs(layout: Layout) -> _Runs:
-    lengths, blocks, factors = (torch.tensor(column) for column in zip(*layout, strict=True))
+    lengths, blocks, factors = (torch.tensor(column, device="cpu") for column in zip(*layout, strict=True))
     count = lengths // blocks
     length, copies = blocks.repeat_interleave(count), factors.repeat_interleave(count)
     source = length.cumsum(0) - length
     first = (copies.cumsum(0) - copies).repeat_interleave(copies)
     source, length = source.repeat_interleave(copies), length.repeat_interleave(copies)
-    return _Runs(source, length.cumsum(0) - length, length, torch.arange(len(first)) - first)
+    return _Runs(source, length.cumsum(0) - length, length, torch.arange(len(first), device="cpu") - first)
 
 
 def duplicate(source: Tensor, layouts: Sequence[Layout]) -> Tensor:
