@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal
 
 Style = Literal["heading", "good", "bad"]
@@ -102,14 +103,11 @@ def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[list
     widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*rows, strict=True)]
     answer = []
     for row in rows:
-        cells = [cell.split("\n") for cell in row]
         lines = []
-        for depth in range(max(map(len, cells))):
-            line = []
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-                text = cell[depth] if depth < len(cell) else ""
-                line.append(text.rjust(width) if index in right else text.ljust(width))
-            lines.append(GAP.join(line).rstrip())
+        for texts in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+            sized = enumerate(zip(texts, widths, strict=True))
+            cells = [text.rjust(width) if index in right else text.ljust(width) for index, (text, width) in sized]
+            lines.append(GAP.join(cells).rstrip())
         answer.append(lines)
     return answer
 
