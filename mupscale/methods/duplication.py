@@ -156,7 +156,7 @@ class ZeroPadding(GrowthMethod):
         for name, entry in plan.parameters.items():
             if entry.rescale != 1 or entry.offset:
                 raise UserError(
-                    f"{own}: parameter {name!r} has a unit, a factor that is right for duplication only. Use it"
+                    f"{own}: parameter {name!r} has a unit, which is right for duplication only. Use Duplication"
                 )
             for axis in entry.fractional_axes:
                 if is_unit_by_unit(entry.layouts[axis]):
