@@ -29,21 +29,9 @@ from mupscale.checks.recording import generators_kept, leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
 from mupscale.errors import UserError, refuse_unless_level, refuse_unless_whole
+from mupscale.models import checkpoint as checkpoints
 from mupscale.models._lightning import averaged_copy, averaging_callbacks, set_average, trainer_of
-from mupscale.models.checkpoint import (
-    CHECKPOINT_KEY,
-    Layers,
-    Size,
-    Width,
-    checkpoint_size,
-    load_checkpoint,
-    load_optimizer_state,
-    load_weights,
-    non_finite_in,
-    our_part,
-    refuse_other_architecture,
-    restore_mixed_widths,
-)
+from mupscale.models.checkpoint import CHECKPOINT_KEY, Layers, Size, Width
 from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
 from mupscale.widening.pairing import refuse_lazy
 from mupscale.widening.state import refuse_bad_levels
@@ -357,7 +345,7 @@ class Growable(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = trainer_of(self)
-        checkpoint[CHECKPOINT_KEY] = our_part(self, self.net, [] if trainer is None else trainer.optimizers)
+        checkpoint[CHECKPOINT_KEY] = checkpoints.our_part(self, self.net, [] if trainer is None else trainer.optimizers)
         # it has weights of its own, also where the base does not exist
         checkpoint["hyper_parameters"]["init_from"] = None
 
@@ -378,8 +366,8 @@ class Growable(LightningModule):
         trainer = trainer_of(self)
         if trainer is not None and isinstance(trainer.precision_plugin, DoublePrecision):
             self.net.double()  # Lightning does so after it has loaded the weights, which were rounded then
-        refuse_other_architecture(self.net, self.hparams, checkpoint)
-        restore_mixed_widths(self.net, checkpoint[CHECKPOINT_KEY]["mixed_widths"])
+        checkpoints.refuse_other_architecture(self.net, self.hparams, checkpoint)
+        checkpoints.restore_mixed_widths(self.net, checkpoint[CHECKPOINT_KEY]["mixed_widths"])
         for optimizer in trainer.optimizers if trainer is not None else ():
             attach(self.net, optimizer)  # a sharded checkpoint is read after they were made
 
@@ -387,28 +375,28 @@ class Growable(LightningModule):
         path = self.hparams["init_from"]
         if path is not None and self.trainer.ckpt_path is None:
             try:
-                self._start_from(load_checkpoint(path))
+                self._start_from(checkpoints.load_checkpoint(path))
             except UserError as error:
                 raise UserError(f"model.init_from = {path}: {error}") from error
 
     def _start_from(self, checkpoint: dict[str, Any]) -> None:
         refuse_other_size(self.size, self.size_in(checkpoint))
         assert self.net is not None
-        refuse_other_architecture(self.net, self.hparams, checkpoint)
-        bad = non_finite_in(checkpoint, (name for name, _ in self.named_parameters()))
+        checkpoints.refuse_other_architecture(self.net, self.hparams, checkpoint)
+        bad = checkpoints.non_finite_in(checkpoint, (name for name, _ in self.named_parameters()))
         if bad is not None:
             raise UserError(f"it has NaN or infinite entries in {bad}; use an earlier checkpoint")
-        load_weights(self.net, checkpoint)
+        checkpoints.load_weights(self.net, checkpoint)
         mixed = checkpoint[CHECKPOINT_KEY]["mixed_widths"]
         if mixed:
-            restore_mixed_widths(self.net, mixed)
+            checkpoints.restore_mixed_widths(self.net, mixed)
             self.trainer.strategy.setup_optimizers(self.trainer)  # whose rates follow these widths, entry by entry
         self._renew_averages()
-        load_optimizer_state(self, self.trainer.optimizers, checkpoint)
+        checkpoints.load_optimizer_state(self, self.trainer.optimizers, checkpoint)
 
     def size_in(self, checkpoint: dict[str, Any]) -> Size:
         """The size of a checkpoint of this module."""
-        size = checkpoint_size(checkpoint, type(self).__name__)
+        size = checkpoints.checkpoint_size(checkpoint, type(self).__name__)
         return size if self.builds_layers else Size(size.width)
 
     def _renew_averages(self) -> None:

@@ -97,11 +97,6 @@ class ShardedCheckpoint:
         kind = self._metadata.state_dict_metadata[self._names[path]]
         return kind if isinstance(kind, TensorStorageMetadata) else None
 
-    def shape(self, path: Keys) -> tuple[int, ...]:
-        kind = self.kind(path)
-        assert kind is not None
-        return tuple(kind.size)
-
     def read(self, path: Keys) -> Any:
         """A value; a tensor whole, its chunks put together one after another."""
         name, kind = self._names[path], self.kind(path)

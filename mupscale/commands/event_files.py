@@ -92,20 +92,17 @@ def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
     content = path.read_bytes()
     at = 0
     while at < len(content):
-        if at + 12 > len(content):
-            raise DamagedError
-        (length,) = struct.unpack_from("<Q", content, at)
-        end = at + 12 + length
-        if end + 4 > len(content):
-            raise DamagedError
-        record = content[at + 12 : end]
-        if any(tag in record for tag in wanted) and SAMPLES.encode() not in record:
-            if struct.unpack_from("<I", content, end)[0] != masked_crc32c(record):
+        try:
+            (length,) = struct.unpack_from("<Q", content, at)
+            end = at + 12 + length
+            record, (checksum,) = content[at + 12 : end], struct.unpack_from("<I", content, end)
+            is_wanted = any(tag in record for tag in wanted) and SAMPLES.encode() not in record
+            event = Event.FromString(record) if is_wanted else None
+        except (struct.error, OverflowError, DecodeError) as error:
+            raise DamagedError from error
+        if event is not None:
+            if checksum != masked_crc32c(record):
                 raise DamagedError
-            try:
-                event = Event.FromString(record)
-            except DecodeError as error:
-                raise DamagedError from error
             for value in event.summary.value:
                 if value.HasField("simple_value"):
                     yield value.tag, event.step, value.simple_value

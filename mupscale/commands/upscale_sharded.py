@@ -218,7 +218,8 @@ def _networks(checkpoint: ShardedCheckpoint, module: Growable, size: Size) -> tu
             "save_distributed_checkpoint: false"
         )
     narrow, wide = (module.network(*each, meta=True) for each in (module.size, size))
-    found = {str(path[1]): checkpoint.shape(path) for path in checkpoint.paths(WEIGHTS) if checkpoint.kind(path)}
+    kinds = {str(path[1]): checkpoint.kind(path) for path in checkpoint.paths(WEIGHTS)}
+    found = {name: tuple(kind.size) for name, kind in kinds.items() if kind is not None}
     wanted = {f"net.{name}": tuple(tensor.shape) for name, tensor in narrow.state_dict().items()}
     for name in [*wanted, *found]:
         if name.startswith("net.") and found.get(name) != wanted.get(name):
