@@ -386,7 +386,11 @@ class UpscaleCallback(Swap, Strides):
         if is_smaller(before, self.size_after(before)):
             self.refuse_one_rate(trainer, module)
             _refuse_parameters_outside(trainer, module)
-        self._refuse_schedules(trainer, module, before)
+            if has_own_optimizers(module) and trainer.lr_scheduler_configs:
+                assert isinstance(module, Growable)
+                assert module.net is not None
+                schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+                refuse_shared_rates(module, module.net, schedulers, self.planned(module, before), self.method.mup_rates)
 
     def _earlier(self, trainer: Trainer) -> list[OrdinaryGrowth]:
         """The growths before this one that are still to come, in their order."""
@@ -444,11 +448,9 @@ class UpscaleCallback(Swap, Strides):
 
     def _refuse_fixed_depth(self, module: Growable) -> None:
         if self.layers is not None and module.size.layers is None:
-            why = (
-                "has no residual blocks: give model.layers"
-                if module.builds_layers
-                else ("has a fixed number of layers: define build(self, width, layers)")
-            )
+            why = "has a fixed number of layers: define build(self, width, layers)"
+            if module.builds_layers:
+                why = "has no residual blocks: give model.layers"
             raise UserError(f"UpscaleCallback.layers = {self.layers}: {type(module).__name__} {why}")
 
     def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
@@ -460,14 +462,6 @@ class UpscaleCallback(Swap, Strides):
                 f"UpscaleCallback.{self._goals(' = ')[0]} gives {weights:,} parameters, which do not fit into the "
                 f"{memory / 2**30:.0f} GiB of memory of {device}; choose a smaller one"
             )
-
-    def _refuse_schedules(self, trainer: Trainer, module: LightningModule, before: Size) -> None:
-        assert isinstance(module, Growable)
-        is_checked = has_own_optimizers(module) and is_smaller(before, self.size_after(before))
-        if is_checked and trainer.lr_scheduler_configs:
-            assert module.net is not None
-            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-            refuse_shared_rates(module, module.net, schedulers, self.planned(module, before), self.method.mup_rates)
 
     def _size_before(self, trainer: Trainer, module: LightningModule) -> Size:
         """The size this swap will start from: the model's, or that of the swap before it."""
