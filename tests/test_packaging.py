@@ -220,7 +220,7 @@ def commands(*lines: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_the_library_needs_the_core_only(tmp_path: Path):
+def test_the_library_the_quickstart_and_every_model_need_the_core_only(tmp_path: Path):
     rooms = ("commands/lab", "commands/reporting", "hf")
     # triton comes with torch's builds for CUDA; what imports it is imported where it is there
     needs_more = (*(f"mupscale/{room}/" for room in rooms), "mupscale/readout_kernel.py")
@@ -229,12 +229,7 @@ def test_the_library_needs_the_core_only(tmp_path: Path):
     assert {"mupscale.datamodules.fineweb", "mupscale.models.gpt2", "mupscale.callbacks.upscale"} <= {*modules}
     public = "[getattr(mupscale, name) for name in mupscale.__all__]"
     everything = f"[importlib.import_module(name) for name in {sorted(modules)}]"
-    run = run_with_the_core_only(f"import importlib, mupscale; {public}; {everything}", tmp_path)
-    assert run.returncode == 0, run.stderr
 
-
-@pytest.mark.slow
-def test_the_quickstart_and_every_model_need_the_core_only(tmp_path: Path):
     config = ["--config", str(QUICKSTART)]
     folder = "runs/quickstart/version_0"
     checkpoint = f"{folder}/checkpoints/last.ckpt"
@@ -255,7 +250,7 @@ def test_the_quickstart_and_every_model_need_the_core_only(tmp_path: Path):
         ["fit", "--model=GPT2", *sizes, *sgd, *gpt2, *short],
         ["fit", "--model=ResNet18", *sizes, *sgd, *resnet, *short],
     ]
-    run = run_with_the_core_only(commands(*lines), tmp_path)
+    run = run_with_the_core_only(f"import importlib, mupscale; {public}; {everything}; {commands(*lines)}", tmp_path)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "wide.ckpt").is_file()
 

@@ -196,16 +196,6 @@ def test_with_a_base_width_it_trains_under_mup() -> None:
     assert {group["lr"] for group in groups} == {0.01, 0.0025}
 
 
-@pytest.mark.slow
-def test_widths_below_the_configuration_and_between() -> None:
-    each = module(GEMMA, width=8, base_width=24)
-    each.configure_model()
-    assert isinstance(each.net, CausalLMNet)
-    assert (each.net.config.num_attention_heads, each.net.config.intermediate_size) == (2, 12)
-    with pytest.raises(UserError, match=r"grows by 3/2, from 16 to 24; .* by a whole factor"):
-        UpscaleCallback(1, 24).planned(each, Size(16))
-
-
 # --- files
 
 
@@ -389,8 +379,6 @@ def test_a_run_from_a_folder_goes_on_without_it(configuration: str, capsys: pyte
     options = ["--config", configuration, "--model.config=null", "--model.folder=released"]
     main(["plan", *options])
     assert "width 16 → 32" in capsys.readouterr().out
-    main(["verify", *options])
-    assert "exact" in capsys.readouterr().out
     main(["fit", *options])
     run = Path("runs/default/version_0")
     ends = {name: (run / "hf" / name).read_bytes() for name in ("config.json", "model.safetensors")}

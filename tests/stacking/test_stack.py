@@ -84,19 +84,19 @@ def together(
     slow_except([("adamw", 0.05), ("adam", None), ("sgd", 0.05), ("plain sgd", None)], ("adamw", 0.05)),
 )
 def test_the_mlp_trains_as_alone(optimizer: str, clip: float | None) -> None:
-    alone = separately("mlp", optimizer, 4, 50, 25, clip)
+    alone = separately("mlp", optimizer, 4, 30, 15, clip)
     for kernel in (True, False):
-        ours = together("mlp", optimizer, 4, 50, 25, clip, kernel)
+        ours = together("mlp", optimizer, 4, 30, 15, clip, kernel)
         assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 
 @pytest.mark.parametrize(
     ("optimizer", "grow_at"),
-    slow_except([("adamw", 20), ("sgd", 0)], ("adamw", 20)),
+    slow_except([("adamw", 10), ("sgd", 0)], ("adamw", 10)),
 )
 def test_new_copies_with_a_count_of_their_own_train_as_alone(optimizer: str, grow_at: int) -> None:
-    alone = separately("mlp", optimizer, 4, 60, grow_at, None, MIXED)
-    ours = together("mlp", optimizer, 4, 60, grow_at, None, rules=MIXED)
+    alone = separately("mlp", optimizer, 4, 30, grow_at, None, MIXED)
+    ours = together("mlp", optimizer, 4, 30, grow_at, None, rules=MIXED)
     assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 
@@ -135,8 +135,8 @@ def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "clip"), [("adamw", None), ("sgd", 0.05)])
 def test_growth_by_different_factors_trains_as_alone(optimizer: str, clip: float | None) -> None:
-    alone = separately("mlp", optimizer, 4, 60, 20, clip, UNLIKE)
-    ours = together("mlp", optimizer, 4, 60, 20, clip, rules=UNLIKE)
+    alone = separately("mlp", optimizer, 4, 30, 10, clip, UNLIKE)
+    ours = together("mlp", optimizer, 4, 30, 10, clip, rules=UNLIKE)
     assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 
@@ -150,8 +150,8 @@ def train_alone(module: Growable, optimizer: Optimizer, data: list[Any]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "optimizer"), [("resnet", "sgd"), ("gpt2", "adamw")])
 def test_others_train_as_alone(model: str, optimizer: str) -> None:
-    alone = separately(model, optimizer, 3, 12, 6, 1.0)
-    ours = together(model, optimizer, 3, 12, 6, 1.0)
+    alone = separately(model, optimizer, 3, 6, 3, 1.0)
+    ours = together(model, optimizer, 3, 6, 3, 1.0)
     assert (ours - alone).abs().max() <= 1e-10 * alone.abs().max()
 
 
