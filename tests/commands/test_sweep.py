@@ -171,7 +171,7 @@ def fed(metric: TrialMetric, values: list[float], monkeypatch: pytest.MonkeyPatc
         fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace())
 
     monkeypatch.setattr(trial_metric, "untrained_loss", lambda *_: 2.0)
-    monkeypatch.setattr(trial_metric, "stepped", lambda _: True)
+    monkeypatch.setattr(trial_metric, "accumulates", lambda _: False)
     trainer: Any = Trainer()
     module: Any = MLP(8)
     metric._steps, metric.window = 1000, 100
