@@ -4,14 +4,12 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from architectures import CASES, Case, cross_entropy
 from bad_input import assert_refused, linear
-from tiers import slow_except
 from torch import Tensor, nn
 
 import mupscale
@@ -201,16 +199,6 @@ def test_centring_follows_the_layout():
 
 # --- the copies part
 
-PLAIN_DISTANCES = {
-    "mlp": 0.085, "resnet18": 0.023, "gpt2_tied": 0.046, "gpt2_untied": 0.046, "llama": 0.015, "vit": 0.032,
-    "convnet": 0.067, "recurrent": 0.072,
-}  # fmt: skip
-CENTRED_DISTANCES = {
-    "mlp": 0.077, "resnet18": 0.023, "gpt2_tied": 0.032, "gpt2_untied": 0.038, "llama": 0.017, "vit": 0.029,
-    "convnet": 0.052, "recurrent": 0.077,
-}  # fmt: skip
-"""`distance_of_copies` after 50 steps of AdamW with noise of std 0.1, measured."""
-
 
 def distance_of_copies(report: UpscaleReport, wide: nn.Module) -> float:
     """How far biases and gains, which get no noise, are from the mean over their copies, relative to their size."""
@@ -238,13 +226,11 @@ def distance_after_50_steps(case: Case, noise: Noise | None) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", slow_except(CASES, "mlp", "llama", kept=["convnet"]))
-def test_copies_part_as_fast_as_under_plain_noise(case: str):
-    assert distance_after_50_steps(CASES[case], None) <= 1e-15
-    plain = distance_after_50_steps(CASES[case], mupscale.AdditiveNoise(0.1))
-    centred = distance_after_50_steps(CASES[case], mupscale.AdditiveNoise(0.1, centred=True))
-    assert plain == pytest.approx(PLAIN_DISTANCES[case], rel=0.1)
-    assert centred == pytest.approx(CENTRED_DISTANCES[case], rel=0.1)
+def test_copies_part_as_fast_as_under_plain_noise():
+    case = CASES["mlp"]
+    assert distance_after_50_steps(case, None) <= 1e-15
+    assert distance_after_50_steps(case, mupscale.AdditiveNoise(0.1)) == pytest.approx(0.085, rel=0.1)
+    assert distance_after_50_steps(case, mupscale.AdditiveNoise(0.1, centred=True)) == pytest.approx(0.077, rel=0.1)
 
 
 # --- the same noise again
@@ -274,9 +260,7 @@ def test_recorded_noise_is_centred_as_it_was(tmp_path):
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "as it is": lambda model: model,
-    "AveragedModel": torch.optim.swa_utils.AveragedModel,
-    "compiled": partial(torch.compile, backend="eager"),
-    "both": lambda model: torch.optim.swa_utils.AveragedModel(torch.compile(model, backend="eager")),
+    "compiled and averaged": lambda model: torch.optim.swa_utils.AveragedModel(torch.compile(model, backend="eager")),
 }
 
 
