@@ -131,7 +131,7 @@ FIT = "-m mupscale fit --config configs/quickstart.yaml --trainer.strategy=fsdp2
         ),
         (
             f"torchrun --standalone --nproc-per-node=2 {FIT} --trainer.devices=4",
-            "does not match the world size (2)",
+            "trainer.devices = 4, but torchrun has started 2 processes on this machine: set --trainer.devices=2",
         ),
         (
             f"python {FIT} --trainer.devices=1 --trainer.callbacks+=EMAWeightAveraging",

@@ -66,10 +66,15 @@ def refuse_options(trainer: Any) -> None:
 
 
 def refuse_processes(trainer: Any) -> None:
-    """Raises a UserError for several nodes without anything that could have started the others: the run would wait;
-    and for more devices of a CPU than it has cores: each of them would be a process of this run."""
+    """Raises a UserError if torchrun has started another number of processes than the trainer's configuration says.
+
+    UserError also for several nodes without anything that could have started the others: the run would wait for them;
+    and for more devices of a CPU than it has cores: each of them would be a process of this run.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _refuse_other_processes(trainer)
     if "MASTER_ADDR" in os.environ or any(kind.detect() for kind in LAUNCHERS):
-        return  # Lightning compares the numbers of processes
+        return
     nodes = trainer.get("num_nodes") or 1
     if nodes > 1:
         raise UserError(
@@ -84,6 +89,22 @@ def refuse_processes(trainer: Any) -> None:
             f"trainer.devices = {devices}: on a CPU each device is a process, and this one has {cores} cores; give at "
             f"most {max(2, cores)}"
         )
+
+
+def _refuse_other_processes(trainer: Any) -> None:
+    here, everywhere = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    started = {"devices": (here, "--nproc-per-node"), "num_nodes": (everywhere // here, "--nnodes")}
+    for key, (count, option) in started.items():
+        given = trainer.get(key)
+        if given in ("auto", -1, "-1") and trainer.get("accelerator") != "cpu":
+            continue  # all that there are
+        wanted = 1 if given == "auto" else len(given) if isinstance(given, list) else given
+        if str(wanted) != str(count):
+            what = "processes on this machine" if key == "devices" else "machines"
+            raise UserError(
+                f"trainer.{key} = {given}, but torchrun has started {count} {what}: set --trainer.{key}={count}, or "
+                f"start torchrun with {option}={wanted}"
+            )
 
 
 def is_sharding(strategy: Any) -> bool:
