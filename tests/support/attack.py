@@ -282,7 +282,8 @@ def one_of_each(recorded: dict[str, list[Operation]]) -> list[Point]:
     answer = {}
     for point in all_points(recorded):
         operation = recorded[point.thread][point.index]
-        answer[operation.what, ".ckpt" in operation.path, point.half] = point
+        if operation.what not in ("fsync", "mkdir"):
+            answer[operation.what, ".ckpt" in operation.path, point.half] = point
     return list(answer.values())
 
 
