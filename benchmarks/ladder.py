@@ -530,6 +530,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="write the CSV files from this folder of runs")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
     parser.add_argument("--only", default="", help="the runs in whose names this pattern is found")
+    parser.add_argument(
+        "--starts", action="store_true", help="train fixed sizes only as far as others grow from them: no ends"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
@@ -540,6 +543,8 @@ def main(arguments: list[str]) -> None:
         (options.out / name).mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ladder = LADDERS[options.ladder]
+    if options.starts:
+        ladder = replace(ladder, fixed=dict.fromkeys([start for start, _ in ladder.grown], ()))
     runs = [run for run in plan_runs(ladder, options.seeds) if re.search(options.only, run.name)]
     runs = [run for run in runs if not result_file(run, options.out).exists()]
     executor = ProcessPoolExecutor(options.workers, get_context("spawn"), start_worker, (options,))
