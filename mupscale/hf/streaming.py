@@ -72,18 +72,22 @@ def row_chunks(layout: Layout, most: int) -> Iterator[tuple[slice, slice]]:
         start += len(part)
 
 
-def _read(stream: BinaryIO, stored: StoredTensor, target: Tensor, start: int = 0) -> Tensor:
-    """Fills `target` with rows of a tensor on disk. Raises a UserError if they are not there, or are not finite."""
+def _read(stream: BinaryIO, stored: StoredTensor, target: Tensor, start: int = 0, *, again: bool = False) -> Tensor:
+    """Fills `target` with rows of a tensor on disk.
+
+    Raises a UserError if they are not there, or are not finite, which is not looked at `again`.
+    """
     stream.seek(stored.offset + start * stored.row_size)
     if stream.readinto(as_bytes(target)) != target.nbytes:  # type: ignore[attr-defined]
         raise UserError(f"{stored.path} ends before its tensors do; get it again")
-    if target.numel() and target.is_floating_point() and not torch.stack(target.aminmax()).isfinite().all():
+    is_checked = not again and target.numel() > 0 and target.is_floating_point()
+    if is_checked and not torch.stack(target.aminmax()).isfinite().all():
         raise UserError(f"{stored.name!r} has NaN or infinite entries; take an earlier checkpoint")
     return target
 
 
 @torch.no_grad()
-def wide_rows(tensor: GrowingTensor) -> Iterator[Tensor]:
+def wide_rows(tensor: GrowingTensor, *, again: bool = False) -> Iterator[Tensor]:
     """The wide tensor, some rows at a time, in memory that is used again for the next ones."""
     entry, stored = tensor.entry, tensor.source
     most = max(CHUNK_BYTES // max(torch.Size(entry.wide_shape[1:]).numel() * stored.dtype.itemsize, 1), 1)
@@ -92,7 +96,8 @@ def wide_rows(tensor: GrowingTensor) -> Iterator[Tensor]:
     )
     with stored.path.open("rb") as stream:
         for rows, narrow_rows in row_chunks(entry.layouts[0], most):
-            source = _read(stream, stored, narrow[: narrow_rows.stop - narrow_rows.start], narrow_rows.start)
+            part = narrow[: narrow_rows.stop - narrow_rows.start]
+            source = _read(stream, stored, part, narrow_rows.start, again=again)
             target = wide[: rows.stop - rows.start]
             if entry.fill is not None:
                 target.fill_(entry.fill)
@@ -189,9 +194,12 @@ def check_file(
                     progress(len(chunk))
                 same = checksum == written.checksums[place.name]
             else:
-                same = True
-                for rows in wide_rows(tensors[place.name]):
-                    same = same and stream.read(rows.nbytes) == as_bytes(rows).tobytes()
+                same, found = True, bytearray()
+                for rows in wide_rows(tensors[place.name], again=True):
+                    if len(found) != rows.nbytes:
+                        found = bytearray(rows.nbytes)
+                    stream.readinto(found)  # type: ignore[attr-defined]
+                    same = same and found == as_bytes(rows)  # a bytearray compares memory, a memoryview its elements
                     progress(rows.nbytes)
             if not same:
                 raise UserError(f"{file.path.name}: {place.name!r} is not what was written; {damage}")
