@@ -13,11 +13,11 @@ from mupscale.checks.comparison import gradient_errors, relative_error, size_of
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, match, planned_layouts
 from mupscale.checks.recording import (
+    buffers_kept,
     copied,
     copy_to_compare,
     float_copies,
     generators_kept,
-    state_kept,
     training_mode,
 )
 from mupscale.device_memory import free_bytes
@@ -273,7 +273,7 @@ class _Check:
 
     def _pass_of_narrow(self, model: nn.Module) -> _Pass:
         try:
-            with state_kept(model.modules()):
+            with buffers_kept(model):
                 outputs = self._run(model)
                 gradients = named_gradients(model, weighted_sum(outputs))
         except (torch.OutOfMemoryError, UserError):
@@ -310,7 +310,7 @@ class _Check:
 
     def _compare(self, reference: _Pass) -> tuple[float, float]:
         """The largest differences of outputs and gradients; raises `_Differs` if one is too large."""
-        with state_kept(self.wide.modules()):
+        with buffers_kept(self.wide):
             try:
                 outputs = self._run(self.wide)
             except (torch.OutOfMemoryError, UserError):
@@ -388,12 +388,12 @@ class _Check:
         }
         with training_mode(self.narrow, self.modes), training_mode(self.wide, wide_modes):
             try:
-                with state_kept(self.narrow.modules()):
+                with buffers_kept(self.narrow):
                     outputs = self._run(self.narrow)
                     gradients = named_gradients(self.narrow, weighted_sum(outputs))
                     statistics = {name: buffer.clone() for name, buffer in self.narrow.named_buffers()}
                     outputs = [output.detach() for output in outputs]
-                with state_kept(self.narrow.modules()):
+                with buffers_kept(self.narrow):
                     again = [output.detach() for output in self._run(self.narrow, seed=1)]
             except (torch.OutOfMemoryError, UserError):
                 raise
@@ -425,7 +425,7 @@ class _Check:
     def _unlike_statistics(self, narrow: Mapping[str, Tensor]) -> tuple[str, ...]:
         if all(torch.equal(narrow[name], buffer) for name, buffer in self.narrow.named_buffers()):
             return ()
-        with state_kept(self.wide.modules()):
+        with buffers_kept(self.wide):
             self._run(self.wide)
             notes = []
             for name, after in self.wide.named_buffers():
@@ -447,7 +447,7 @@ class _Check:
 
     def _explain(self, error: _Differs) -> tuple[str, str, bool]:
         """The first module that differs, what differs there, and whether the model draws random numbers."""
-        with state_kept(self.narrow.modules()):
+        with buffers_kept(self.narrow):
             first, second = self._run(self.narrow), self._run(self.narrow)
             other = self._run(self.narrow, seed=1)
         if not _are_equal(first, second):
@@ -500,7 +500,7 @@ class _Check:
             elif not self._is_new(name):
                 events.append((source_of(self.plan.layers, name), kind, read(values)))
 
-        with state_kept(model.modules()), torch.no_grad():
+        with buffers_kept(model), torch.no_grad():
             watched(model, self.call, note, dtype=self.dtype, vary=self.vary)
         return events
 

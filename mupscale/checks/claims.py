@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mupscale.checks.forward_pass import named_gradients
-from mupscale.checks.recording import float64_copy, map_leaves, state_kept, to_float64
+from mupscale.checks.recording import buffers_kept, float64_copy, map_leaves, to_float64
 from mupscale.checks.verify import WARM_UP
 from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod, Loss
@@ -101,7 +101,7 @@ def check_claim(
     after = report.optimizer
     assert isinstance(after, Optimizer)
     static = max(_deviation(_value(wide, batch, loss), _value(narrow, batch, loss)) for batch in batches)
-    with state_kept(wide.modules()):
+    with buffers_kept(wide):
         gradients = named_gradients(wide, loss(wide, batches[0]))
     claim = method.claim_measured(report.plan, narrow, [before], gradients)
     if report.plan.layers:  # new layers learn, which no narrow run does
@@ -115,7 +115,7 @@ def check_claim(
 
 @torch.no_grad()
 def _value(model: nn.Module, batch: Any, loss: Loss) -> float:
-    with state_kept(model.modules()):
+    with buffers_kept(model):
         return float(loss(model, batch))
 
 

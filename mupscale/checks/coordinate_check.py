@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.base_shapes import clip_grad_norm_
-from mupscale.checks.recording import recorded, refuse_unless_loss, state_kept
+from mupscale.checks.recording import buffers_kept, recorded, refuse_unless_loss
 from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model, refuse_unless_whole
 from mupscale.methods.grow import as_list, grow
 from mupscale.methods.noise import AdditiveNoise, Noise
@@ -378,7 +378,7 @@ class _Training:
         def wanted(module: nn.Module) -> bool:
             return id(module) in layers or any(True for _ in module.parameters(recurse=False))
 
-        with state_kept(net.modules()), torch.random.fork_rng(), recorded(net, wanted) as calls:
+        with buffers_kept(net), torch.random.fork_rng(), recorded(net, wanted) as calls:
             torch.manual_seed(0)  # dropout must not count as an update
             self.loss(net, self.batches[0])
         outputs: dict[str, list[Tensor]] = {}

@@ -124,6 +124,27 @@ def real_floats(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[list[str]]:
+    """Restores buffers at the end, also replaced ones; the names of those that changed are then in the list."""
+    held = [
+        (f"{name}.{attribute}".removeprefix("."), module, attribute, buffer, buffer.clone())
+        for name, module in model.named_modules()
+        for attribute, buffer in module.named_buffers(recurse=False)
+    ]
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        with torch.no_grad():
+            for name, module, attribute, buffer, value in held:
+                if getattr(module, attribute) is not buffer:
+                    setattr(module, attribute, buffer)
+                if not buffer.is_meta and not torch.equal(buffer, value):
+                    buffer.copy_(value)
+                    changed.append(name)
+
+
+@contextmanager
 def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores buffers and attributes of modules at the end, with the values of tensors, lists and dicts in them."""
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -320,7 +341,7 @@ class _LowPrecisionWatch(TorchDispatchMode):
 
 
 def computes_in_float32(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> bool:
-    with state_kept(model.modules()), _LowPrecisionWatch() as watch:
+    with buffers_kept(model), _LowPrecisionWatch() as watch:
         loss_in_float64(loss, model, batch)
     return watch.seen
 

@@ -112,11 +112,12 @@ class Hypothesis:
             widen_(self._wide[name], source, assumed)
             self._written[name] = assumed
 
-    def write_buffers(self) -> None:
-        """Writes the buffers of the wide model, which something else may have changed."""
-        for name in self.buffers:
+    def write_again(self, names: Iterable[str]) -> None:
+        """Writes tensors of the wide model that something else has changed."""
+        known = [name for name in names if name in self.assumed]
+        for name in known:
             self._written.pop(name, None)
-        self.write(self.buffers)
+        self.write(known)
 
     @torch.no_grad()
     def add_centred_noise(self, names: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import Match, Planned, match
-from mupscale.checks.recording import state_kept
+from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
 from mupscale.errors import UserError
 from mupscale.widening.axes import Layout, Piece, wide_length
@@ -136,7 +136,7 @@ class Recording:
         self.cuts: list[Cut] = []
         """Into which sections the model cuts axes."""
         self._made: list[Tensor] = []
-        with state_kept(model.modules()):
+        with buffers_kept(model):
             outputs = _run(model, call, self._note, self._made.append, self._note_cuts)
             self._note("", "returns", outputs)
 
@@ -204,14 +204,14 @@ def compare(
         made.clear()
 
     try:
-        with torch.set_grad_enabled(with_graph), state_kept(hypothesis.wide.modules()):
+        with torch.set_grad_enabled(with_graph), buffers_kept(hypothesis.wide) as changed:
             note("", "returns", _run(hypothesis.wide, call, note, made.append))
     except _Stop:
         pass
     else:
         if outcome.agreed < len(narrow.events):
             outcome.reason = "the two models call different modules"
-    hypothesis.write_buffers()  # what a buffer follows may have been found in this pass
+    hypothesis.write_again(changed)  # what a buffer follows may have been found in this pass
     return outcome
 
 
@@ -281,13 +281,13 @@ def _layout_of_units(inputs: list[Tensor], matches: list[Match], narrow: int, wi
 
 
 def returned(model: nn.Module, call: Call) -> list[Tensor]:
-    """The outputs of one forward pass, with their graph. It may change buffers: see `state_kept`."""
+    """The outputs of one forward pass, with their graph. It may change buffers: see `buffers_kept`."""
     return floats_of(_run(model, call))
 
 
 def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) -> dict[str, Tensor]:
     """The gradients of a weighted sum of all outputs, by the names of parameters."""
-    with state_kept(model.modules()):
+    with buffers_kept(model):
         total = weighted_sum(returned(model, call), matches)
         try:
             return named_gradients(model, total)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mupscale.checks.comparison import gradient_errors, relative_error, size_of
 from mupscale.checks.matching import match
-from mupscale.checks.recording import state_kept, training_mode
+from mupscale.checks.recording import buffers_kept, training_mode
 from mupscale.discovery.changes import Change, Proposals, pairs
 from mupscale.discovery.hypothesis import Hypothesis, State, is_known
 from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients, paired, returned
@@ -97,7 +97,7 @@ class Search:
         self.passes += 1
         self.hypothesis.write()
         self.hypothesis.add_centred_noise(names)
-        with torch.set_grad_enabled(self.with_graph), state_kept(self.hypothesis.wide.modules()):
+        with torch.set_grad_enabled(self.with_graph), buffers_kept(self.hypothesis.wide):
             outputs = returned(self.hypothesis.wide, self.call)
         for before, after, found in zip(self.narrow.outputs, outputs, self._agreed.matches[-1], strict=True):
             wanted = duplicate(before, found.layouts) * found.ratio
@@ -110,7 +110,7 @@ class Search:
         outputs = []
         for model in (self.hypothesis.narrow, self.hypothesis.wide):
             try:
-                with training_mode(model), torch.set_grad_enabled(self.with_graph), state_kept(model.modules()):
+                with training_mode(model), torch.set_grad_enabled(self.with_graph), buffers_kept(model):
                     outputs.append([output.detach() for output in returned(model, self.call)])
             except Exception:  # a model may need more to train, such as labels
                 return False
@@ -215,7 +215,7 @@ class Search:
         for parameter in parameters:
             parameter.mul_(1 - 0.5 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
         try:
-            with torch.set_grad_enabled(self.with_graph), state_kept(self.hypothesis.narrow.modules()):
+            with torch.set_grad_enabled(self.with_graph), buffers_kept(self.hypothesis.narrow):
                 outputs = returned(self.hypothesis.narrow, self.call)
         finally:
             for parameter, value in zip(parameters, values, strict=True):
