@@ -64,22 +64,23 @@ def pays_ahead(trainer: Trainer, module: Growable) -> bool:
 
 def start_compiling(trainer: Trainer, module: Growable, size: Size, batch: Any) -> subprocess.Popen[bytes] | None:
     """A process that compiles a module at a size for batches like this one; None if it cannot be started."""
-    with generators_kept([]):
-        alike = make_alike(module, {"init_from": None})
-    assert isinstance(alike, Growable)
-    alike.optimizer_callable, alike.lr_scheduler_callable = torch.optim.SGD, None  # of no use, and maybe not to pickle
-    request = {
-        "module": alike,
-        "size": size,
-        "batch": tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, batch),
-        "device": module.device,
-        "memory": int(SHARE * torch.cuda.mem_get_info(module.device)[0]) if module.device.type == "cuda" else 0,
-        "precision": trainer.precision_plugin,
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "is_deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
     try:
+        with generators_kept([]):
+            alike = make_alike(module, {"init_from": None})
+        assert isinstance(alike, Growable)
+        # of no use, and maybe not to pickle
+        alike.optimizer_callable, alike.lr_scheduler_callable = torch.optim.SGD, None
+        request = {
+            "module": alike,
+            "size": size,
+            "batch": tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, batch),
+            "device": module.device,
+            "memory": int(SHARE * torch.cuda.mem_get_info(module.device)[0]) if module.device.type == "cuda" else 0,
+            "precision": trainer.precision_plugin,
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "is_deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
         sent = pickle.dumps(request)
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],

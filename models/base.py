@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
-from mupscale._torch import inner_schedulers, is_too_large
+from mupscale._torch import inner_schedulers, is_too_large, tree_map
 from mupscale.base_shapes import Init, apply_mup, clip_grad_norm_, set_base_shapes
 from mupscale.checks.recording import generators_kept, leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
@@ -50,6 +50,9 @@ class Scores(NamedTuple):
     finished: Callable[[dict[str, float]], dict[str, float]]
     """What is logged, by its names, of the means over all samples."""
 
+
+_FLOPS: dict[str, float] = {}
+"""What was counted in this process: runs of a sweep have the same networks and batches."""
 
 Hook = Callable[..., None]
 
@@ -280,7 +283,20 @@ class Growable(LightningModule):
         return net
 
     def training_flops(self, batch: Any) -> float:
-        """Operations of a forward and backward pass, counted on the meta device; a UserError if `loss` fails there."""
+        """Operations of a forward and backward pass, counted on the meta device; a UserError if `loss` fails there.
+
+        Those of our own classes follow from their arguments, and are counted once in a process.
+        """
+        if not type(self).__module__.startswith("mupscale."):
+            return self._count_flops(batch)
+        arguments = {key: value for key, value in self.hparams.items() if key not in ("init_from", "compile")}
+        shapes = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, batch)
+        key = repr((type(self), sorted(arguments.items()), shapes))
+        if key not in _FLOPS:
+            _FLOPS[key] = self._count_flops(batch)
+        return _FLOPS[key]
+
+    def _count_flops(self, batch: Any) -> float:
         with (
             generators_kept([]),
             torch.enable_grad(),

@@ -114,12 +114,13 @@ def refuse_malformed(checkpoint: dict[str, Any]) -> None:
     ours, arguments = checkpoint.get(CHECKPOINT_KEY), checkpoint.get("hyper_parameters")
     if not isinstance(ours, dict) or not isinstance(arguments, dict):
         raise UserError(_FOREIGN)
-    for key, value in {**dict.fromkeys(_FORMS), **ours, **checkpoint, **arguments}.items():
+    sizes = {key: arguments.get(key) for key in ("width", "layers")}
+    for key, value in {**dict.fromkeys(_FORMS), **ours, **checkpoint, **sizes}.items():
         kinds = _FORMS.get(key)
         if kinds is not None and value is not None and not isinstance(value, kinds):
             raise _damaged(key, value, " or ".join(kind.__name__ for kind in kinds))
     for key in ("state_dict", "current_model_state"):
-        for name, value in checkpoint.get(key, {}).items():
+        for name, value in (checkpoint.get(key) or {}).items():
             if not isinstance(name, str) or (name.startswith("net.") and not _is_plain(value)):
                 raise _damaged(f"{key}[{name!r}]", value, "a dense tensor")
 
@@ -152,8 +153,9 @@ def refuse_malformed_optimizers(checkpoint: dict[str, Any]) -> None:
                 raise _damaged("the optimizer state", state["state"], "a dict by number")
             for group in state["param_groups"]:
                 for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
-                    value = group.get(key, 0.0)
-                    for level in value if isinstance(value, tuple | list) else [value]:
+                    value = group["lr"] if key == "lr" else group.get(key, 0.0)
+                    levels = value if isinstance(value, tuple | list) else [value]
+                    for level in (level for level in levels if level is not None):
                         refuse_unless_level(f"this checkpoint is damaged: {key} of param_groups", level)
 
 
@@ -180,11 +182,26 @@ def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], chec
     # a sharded checkpoint has loaded its weights before
     theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")}
     odd = sorted(ours.keys() ^ theirs.keys()) or [name for name in ours if ours[name].shape != theirs[name].shape]
+    refuse_other_kinds(ours, theirs)
     saved, arguments = _by_key(checkpoint["hyper_parameters"]), _by_key(arguments)
     differing = {key: value for key, value in arguments.items() if key not in _FREE and saved.get(key, value) != value}
     if odd or not differing.keys().isdisjoint(("base_width", "base_layers")):
         pairs = [f"model.{key} is {saved[key]} there and {value} here" for key, value in differing.items()]
         raise UserError(f"the checkpoint is of another architecture: {'; '.join(pairs) or f'it differs in {odd[:4]}'}")
+
+
+def refuse_other_kinds(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    """Raises a UserError where copying a checkpoint's tensors would truncate fractions, or drop imaginary parts."""
+    for name in ours.keys() & theirs.keys():
+        here, there = _kind(ours[name]), _kind(theirs[name])
+        if here != there:
+            raise UserError(f"the checkpoint has {there} in {name}, and the network {here}; use another checkpoint")
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_complex():
+        return "complex numbers"
+    return "fractions" if tensor.is_floating_point() else "whole numbers"
 
 
 def _by_key(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

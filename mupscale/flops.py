@@ -8,6 +8,7 @@ does, with torch's FLOP counter. The paper's estimates are larger by exactly
 - GPT-2 at its full context: 6 operations per bias and norm parameter, which no matrix product holds.
 """
 
+import math
 from collections.abc import Sequence
 
 from mupscale.errors import UserError, refuse_unless_level
@@ -37,4 +38,6 @@ def first_reach(losses: Sequence[float], target: float) -> int | None:
     The paper's target is the from-scratch run's minimum training loss. Its costs of upscaled MLPs, 598 and 3,031
     TFLOPs, are those of 26.4 and 133.8 epochs: whole epochs of each run, averaged over five seeds.
     """
+    if math.isnan(target):
+        raise UserError("first_reach: target is NaN, wanted a loss")
     return next((count for count, loss in enumerate(losses, 1) if loss <= target), None)

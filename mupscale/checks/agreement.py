@@ -346,7 +346,7 @@ class _Check:
 
     def _compare_gradients(self, narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], outputs: float) -> float:
         largest = _largest(narrow)
-        errors = gradient_errors(self.plan.parameters, narrow, wide, self.tolerance.least)
+        errors = gradient_errors(self.plan.parameters, narrow, wide, self.tolerance.least, nan_agrees=True)
         worst = max(errors.values(), default=0.0)
         bad = [name for name, error in errors.items() if not error <= self.tolerance.gradients]
         if bad:  # the last one is nearest to the outputs

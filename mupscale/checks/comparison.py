@@ -252,12 +252,17 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradient_errors(
-    growths: Mapping[str, Growth], narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], least: float
+    growths: Mapping[str, Growth],
+    narrow: Mapping[str, Tensor],
+    wide: Mapping[str, Tensor],
+    least: float,
+    *,
+    nan_agrees: bool = False,
 ) -> dict[str, float]:
     """How far each wide gradient is from that of Table 1, in units of its largest entry; those of new layers left out.
 
     One that vanishes by symmetry (of a bias before BatchNorm, of a key) is rounding, and is measured by the share
-    `least` of the largest gradient.
+    `least` of the largest gradient. NaN and infinity prove nothing, unless `nan_agrees`.
     """
     largest = max((size_of(gradient) for gradient in narrow.values()), default=0.0)
     errors = {}
@@ -269,7 +274,8 @@ def gradient_errors(
         widen_gradient_(wanted, before, growth)
         after = wide[name].to(wanted.device) if name in wide else torch.zeros_like(wanted)
         size = max(size_of(wanted), least * largest * growth.scale.gradient, 1e-300)
-        errors[name] = relative_error(after, wanted, size)
+        is_known = nan_agrees or bool(after.isfinite().all())
+        errors[name] = relative_error(after, wanted, size) if is_known else math.inf
     return errors
 
 

@@ -90,9 +90,10 @@ class Parser(LightningArgumentParser):
                 "--config BASE --config FILE"
             )
         elif kind is not None and class_name is not None:
-            names = short_names(kind)
+            names = {child.__name__ for child in descendants(Callback)} if kind is Callback else short_names(kind)
             near = did_you_mean(class_name, names)
-            text += near or f". There are {', '.join(sorted(names))}; name other classes by their import path"
+            others = "" if kind is Callback else f". There are {', '.join(sorted(names))}; name"
+            text += near or f"{others or '. Name'} other classes by their import path"
         elif unknown is not None:
             name, owner = unknown
             accepted = arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys()
@@ -342,7 +343,8 @@ class CLI(OpenCLI):
         saved = ending.checkpoints()
         if ending.folder is not None and saved:
             last = getattr(trainer.checkpoint_callback, "last_model_path", None) or saved[0][1]
-            print("\n".join(after_fit(trainer, self.model, ending.folder, Path(last))), flush=True)
+            for line in after_fit(trainer, self.model, ending.folder, Path(last)):
+                print(line, flush=True)
 
     def _takes_next_version(self) -> bool:
         """Whether the first logger finds its version itself."""
@@ -453,7 +455,9 @@ def refuse_unreadable(arguments: list[str]) -> None:
             except UserError as error:
                 raise UserError(f"config: {error}") from error
             if not isinstance(content, dict):
-                raise UserError(f"config: give a YAML file with keys (model:, data:, trainer:), got {content}")
+                raise UserError(
+                    f"config: give a YAML file with keys (model:, data:, trainer:), got {content or 'nothing'}"
+                )
 
 
 def import_classes() -> None:

@@ -36,7 +36,8 @@ def after_fit(trainer: "Trainer", module: "LightningModule", folder: Path, check
         width = doubled(module.width)
         widths = width if isinstance(width, list) else [width]
         # not in the folder, where `resume` would take it for a checkpoint of the run
-        out = folder.with_name(f"{folder.name}-wide-{'-'.join(map(str, widths))}.ckpt")
+        named = folder if folder.name not in ("", "..") else folder.resolve()
+        out = named.with_name(f"{named.name}-wide-{'-'.join(map(str, widths))}.ckpt")
         lines.append(
             f"  widen further: {command_line('upscale', checkpoint, '--width', *widths, *NOISE, '--out', out)}"
         )

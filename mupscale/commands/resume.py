@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.checkpoints import dirpath_of, is_finished, newest_checkpoint
+from mupscale.commands.checkpoints import dictionary, dirpath_of, is_finished, newest_checkpoint
 from mupscale.commands.continued import SUMMARY
 from mupscale.commands.next_steps import command_line
 from mupscale.commands.process import without_collections
+from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 
 
@@ -38,7 +39,9 @@ def main(command: str, arguments: list[str]) -> None:
         print(f"{problem}; it is skipped")
     if is_finished(checkpoint) and not overrides:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")
-        print(f"  train it for longer: {command_line('resume', options.run)} --trainer.max_steps N")
+        trainer = dictionary(dictionary(read_yaml(config)).get("trainer"))
+        length = "max_epochs" if trainer.get("max_steps") in (None, -1) else "max_steps"
+        print(f"  train it for longer: {command_line('resume', options.run)} --trainer.{length} N")
         return
     print(f"resuming from {path}", flush=True)
 

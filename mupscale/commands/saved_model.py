@@ -19,6 +19,7 @@ from mupscale.models.checkpoint import (
     mixed_widths,
     optimizer_names,
     refuse_malformed,
+    refuse_other_kinds,
 )
 from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
 from mupscale.widening.groups import SOURCE_GROUP, continued_groups, sources_of
@@ -68,6 +69,7 @@ def load_weights(module: Growable, net: nn.Module, weights: dict[str, Tensor], *
     Raises a UserError if they are of another network.
     """
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
+    refuse_other_kinds(net.state_dict(), own)
     try:
         net.load_state_dict(own, assign=assign)
     except RuntimeError as error:

@@ -14,7 +14,7 @@ from mupscale.checks.agreement import Agreement, change_of_outputs, check_agreem
 from mupscale.checks.forward_pass import Call
 from mupscale.discovery.depth import find_residual
 from mupscale.discovery.discover import discover
-from mupscale.errors import UncheckedWarning, UserError
+from mupscale.errors import UncheckedWarning, UserError, one_line
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
 from mupscale.methods.noise import Noise
@@ -211,8 +211,8 @@ def find_plan(
         planned = make_plan(narrow, wide, hints=found)
         agreement = check(planned)
     except Exception as error:  # whatever a model does when it runs
-        raise UserError(f"{refusal}. A search for another plan failed: {str(error).splitlines()[0][:400]}") from error
-    if agreement.exact is False:
+        raise UserError(f"{refusal}. A search for another plan failed: {one_line(error, 400)}") from error
+    if agreement.exact is False or (agreement.exact is None and not layers):
         raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
     text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"
     return _checked(narrow, wide, call, CheckedPlan(planned, found, agreement, (), text))

@@ -198,8 +198,9 @@ def check_file(
                 for rows in wide_rows(tensors[place.name], again=True):
                     if len(found) != rows.nbytes:
                         found = bytearray(rows.nbytes)
-                    stream.readinto(found)  # type: ignore[attr-defined]
-                    same = same and found == as_bytes(rows)  # a bytearray compares memory, a memoryview its elements
+                    is_whole = stream.readinto(found) == rows.nbytes
+                    # a bytearray compares memory, a memoryview its elements
+                    same = same and is_whole and found == as_bytes(rows)
                     progress(rows.nbytes)
             if not same:
                 raise UserError(f"{file.path.name}: {place.name!r} is not what was written; {damage}")

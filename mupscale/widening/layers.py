@@ -153,14 +153,17 @@ class _List(NamedTuple):
         return [number * self.old // self.new for number in range(self.new)]
 
     def _candidates(self, how: How) -> Iterator[list[int]]:
-        """Sources to try: of the whole list; of runs of like layers."""
-        yield from orders(self.old, self.new, how)
+        """Sources to try: of the whole list; of runs of like layers; and all others."""
+        whole = _segment(0, self.old, self.new, how)
+        if whole is not None:
+            yield whole
         before, after = _runs(self.before.values()), _runs(self.after.values())
         if len(before) == len(after) > 1:
             starts = accumulate([0, *before[:-1]])
             segments = [_segment(*run, how) for run in zip(starts, before, after, strict=True)]
             if None not in segments:
                 yield [source for segment in segments if segment is not None for source in segment]
+        yield from orders(self.old, self.new, how)
 
     def _fits(self, rows: Sequence[Layer]) -> bool:
         """Whether kept layers have the parts of their sources, and new ones are like the kept one of their source."""

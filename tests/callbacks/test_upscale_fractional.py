@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 from tiny_modules import OPTIMIZERS, SCHEDULES, SGD, mlp, resnet
-from training_runs import LIGHTNING_WARNINGS, fit, gap
+from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
 
+import mupscale
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.methods import Net2Net
@@ -109,3 +112,22 @@ def test_a_fraction_that_is_not_possible_is_refused_before_training(tmp_path: Pa
     with pytest.raises(ValueError, match=r"model.width = \[8, 9, 32\] is not divisible by model.head_dim = 2"):
         gpt2([8, 9, 32])
     assert MLP(20, base_width=12).network(20).readout.multiplier == 12 / 20
+
+
+@pytest.mark.slow
+def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(tmp_path: Path) -> None:
+    make, first, second = MODELS["mlp"]
+    settings: Any = {"precision": "32-true", "steps": 14}
+
+    def callbacks() -> list[Any]:
+        noise = mupscale.AdditiveNoise(0.1, centred=True)
+        swaps = [UpscaleCallback(4, first, noise=noise), UpscaleCallback(9, second, noise=noise)]
+        return [*swaps, EMAWeightAveraging(decay=0.8)]
+
+    whole = fit(make(), tmp_path, *callbacks(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
+    for saved in ("pre-upscale-4", "step=6", "pre-upscale-9", "step=12"):
+        path = tmp_path / f"{saved}.ckpt"
+        resumed = fit(make(), tmp_path / "again", *callbacks(), ckpt=path, **settings)
+        assert torch.equal(resumed.losses, whole.losses[torch.load(path, weights_only=True)["global_step"] :])
+        assert_identical(state(resumed), state(whole))
+        assert rates(resumed) == rates(whole)

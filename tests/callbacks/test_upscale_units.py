@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 from tiny_modules import ADAMW, OPTIMIZERS
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training_runs import LIGHTNING_WARNINGS, fit, gap
+from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models.mlp import MLP
@@ -63,3 +64,18 @@ def test_the_curve_goes_on_through_two_growths_in_units(optimizer: str, tmp_path
     net = wide.module.net
     assert net.scale.item() == math.sqrt(48)  # computed in float64
     assert torch.equal(net.units, torch.arange(48))
+
+
+def test_checkpoints_after_a_growth_in_units_resume(tmp_path: Path) -> None:
+    settings: Any = {"precision": "32-true", "steps": 9}
+
+    def callbacks() -> list[Any]:
+        return [UpscaleCallback(3, 16), EMAWeightAveraging(decay=0.8)]
+
+    whole = fit(make(), tmp_path, *callbacks(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
+    for saved in ("pre-upscale-3", "step=6"):
+        path = tmp_path / f"{saved}.ckpt"
+        resumed = fit(make(), tmp_path / "again", *callbacks(), ckpt=path, **settings)
+        assert torch.equal(resumed.losses, whole.losses[torch.load(path, weights_only=True)["global_step"] :])
+        assert_identical(state(resumed), state(whole))
+        assert rates(resumed) == rates(whole)

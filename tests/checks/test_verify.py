@@ -1,6 +1,7 @@
 """`verify`: what it answers, and that breaking any one rule is noticed and named where it first shows."""
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from tiers import slow_except
 from torch import Tensor, nn
 
 import mupscale
-from mupscale.checks.verify import TOLERANCE, TOLERANCE_FLOAT32
+from mupscale.checks.verify import TOLERANCE, TOLERANCE_FLOAT32, WARM_UP
 from mupscale.widening import optimizers, state, table, write
 
 
@@ -150,6 +151,14 @@ def test_a_constant_loss_is_not_called_exact(loss):
     answer = verify_layers(layers(4), layers(12), loss=loss)
     assert not answer.passed
     assert "nothing was tested" in answer.reason
+
+
+def test_nan_is_not_called_exact():
+    """Not even of an exact growth: nothing tells what it trains to."""
+    batches = [torch.full((8, 3), math.nan if number > WARM_UP else 0.5) for number in range(WARM_UP + 3)]
+    answer = verify_layers(layers(4), layers(12), batches=batches)
+    assert not answer.passed
+    assert math.isinf(answer.gradient_drift)
 
 
 def test_weights_that_never_move_are_not_called_exact():

@@ -50,6 +50,19 @@ def test_a_run_is_evaluated_and_widened(capsys: pytest.CaptureFixture[str]) -> N
     assert [path.name for path in RUN.parent.iterdir() if path.is_dir()] == [RUN.name]
 
 
+@pytest.mark.slow
+def test_a_finished_run_goes_on_from_its_folder_for_more_epochs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["fit", "--config", small(Path("c.yaml"), enable_progress_bar=False, max_steps=-1, max_epochs=1)])
+    monkeypatch.chdir(RUN)
+    capsys.readouterr()
+    main(["resume", "."])
+    assert "train it for longer: python -m mupscale resume . --trainer.max_epochs N" in capsys.readouterr().out
+    wide = printed(capsys, "resume", ".", "--trainer.max_epochs", "2")["widen further"]
+    assert Path(wide[-1]).resolve() == Path.cwd().with_name("version_0-wide-16.ckpt")
+
+
 def test_without_a_checkpoint_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     config = small(Path("c.yaml"), enable_progress_bar=False, fast_dev_run=True)
     assert printed(capsys, "fit", "--config", config) == {}

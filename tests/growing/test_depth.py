@@ -223,6 +223,9 @@ def test_like_layers_of_a_sequence_are_spread_among_themselves() -> None:
 
     rows = layers_of(build(2), build(5), "identity")[""]
     assert [row.source for row in rows] == ["0", "1", "1", "1", "2", "2", "3"]
+    unlike = [[nn.Linear(8, 8), *(Block(8) for _ in range(layers))] for layers in (2, 4)]
+    rows = layers_of(*(nn.Sequential(*each) for each in unlike), "random")[""]
+    assert [row.source for row in rows] == ["0", "1", "1", "2", "2"]
     narrow, _ = begun(lambda: build(2))
     wide = build(5).double()
     assert mupscale.upscale(narrow, wide, call=run, depth="identity").exact

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from exactness import attention, batch, conv_flatten, mlp, softmax_over_width, t
 from torch import Tensor, nn
 
 import mupscale
+from mupscale.checks.agreement import Agreement
 from mupscale.errors import UncheckedWarning, UserError
 from mupscale.growing import upscale as module
 
@@ -88,6 +90,20 @@ def test_without_a_plan_nothing_is_written():
     assert "the wide model does not compute and train as the narrow one" in str(error.value)
     assert "First, what the model (Net) returns is multiplied by 2" in str(error.value)
     assert "A search for another plan failed: discover: stuck at the model (Net)" in str(error.value)
+    assert_unchanged(before, narrow, wide)
+
+
+@pytest.mark.parametrize("message", ["The best plan of a search differs too: no memory", "plan failed: AssertionError"])
+def test_a_search_without_a_check_or_a_word_writes_nothing(message: str, monkeypatch: pytest.MonkeyPatch):
+    """A plan that is found, and cannot be compared, is a guess; and an exception may have no text."""
+    agreements = [Agreement(False, reason="it differs"), Agreement(None, reason="no memory")]
+    monkeypatch.setattr(module, "check_agreement", lambda *_: agreements.pop(0))
+    if "Error" in message:
+        monkeypatch.setattr(module, "discover", Mock(side_effect=AssertionError))
+    narrow, wide = conv_flatten(4), conv_flatten(8)
+    before = saved(narrow, wide)
+    with pytest.raises(UserError, match=message):
+        mupscale.upscale(narrow, wide, call=lambda model: model(IMAGES))
     assert_unchanged(before, narrow, wide)
 
 

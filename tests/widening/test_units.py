@@ -389,3 +389,21 @@ def test_padding_refuses_units(method):
             method=method,
             hints=mupscale.Hints(rescale=ScaledEmbedding.units(2)),
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_knows_units(kind: type):
+    torch.manual_seed(0)
+    arguments = {
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+        "batches": batches(),
+        "loss": loss_of,
+        "steps": 4,
+        "clip": 0.1,
+    }
+    roles = getattr(kind, "roles", None)
+    hints = mupscale.Hints(roles=roles, rescale=kind.units(2))
+    verdict = mupscale.verify(kind(8), kind(16), hints=hints, **arguments)
+    assert verdict.passed, verdict
+    assert not mupscale.verify(kind(8), kind(16), hints=mupscale.Hints(roles=roles), **arguments).passed
