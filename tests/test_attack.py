@@ -25,6 +25,17 @@ def test_killed_runs_end_as_undisturbed_ones(pytestconfig: pytest.Config, tmp_pa
     assert kills >= {"small": 10, "large": 500}[size]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive  # tests of sweeps and experiments have single kills
+@pytest.mark.parametrize("kind", ["driver", "worker", "node"])
+def test_killed_experiments_end_as_undisturbed_ones(kind: str, tmp_path: Path) -> None:
+    arguments = ("lab", 20, kind)
+    program = run_program(SUPPORT / "attack.py", tmp_path, *arguments, variables=SHARED_CODE, limit=SECONDS["large"])
+    cases = [json.loads(line) for line in program.stdout.splitlines()]
+    assert [case for case in cases if case["differences"]] == []
+    assert sum(len(case["where"]) for case in cases) == 20
+
+
 WEIGHT = torch.tensor([0.0, 1.0])
 
 

@@ -1,9 +1,11 @@
 """Kills runs at their file operations, resumes them, and compares their ends with that of an undisturbed run.
 
     python attack.py FOLDER (small | large) [VARIANT …]
+    python attack.py FOLDER lab COUNT [driver | worker | node …]
 
-Writes a line of JSON for each case. A process of its own, because it forks for each command line, and threads do not
-survive that. It has imported everything before, so that a command line takes one second.
+The second kills the driver, a worker and a node of experiments, so often each. Writes a line of JSON for each case. A
+process of its own, because it forks for each command line, and threads do not survive that. It has imported everything
+before, so that a command line takes one second.
 """
 
 import json
@@ -27,6 +29,7 @@ from programs import run_in_fork
 import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 import attack_classes  # noqa: F401
+import attack_lab
 import pytest
 import torch
 import yaml
@@ -325,6 +328,12 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
 
 
 def main(folder: Path, size: str, *variants: str) -> None:
+    if size == "lab":
+        count, *kinds = variants
+        for kind in kinds or attack_lab.IN_A_ROW:
+            for case in attack_lab.attack(folder / kind, kind, int(count)):
+                print(json.dumps(case), flush=True)
+        return
     torch.set_num_threads(1)
     cli.import_classes()
     collector.begin()

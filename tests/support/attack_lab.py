@@ -1,0 +1,198 @@
+"""Kills what makes an experiment, at random moments: its driver, a worker, or a node of a Ray cluster.
+
+The results must be those of an undisturbed experiment, bit by bit; no finished run may begin again, and no other run
+before its newest checkpoint.
+"""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from paths import ROOT
+from program_server import WITHOUT_FIGURES, Server
+from programs import wait_until
+from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
+from run_ends import differences, observed
+from sweeps import starts
+
+IN_A_ROW = {"driver": 4, "worker": 2, "node": 2}
+"""What is killed, and how often in one experiment; the third death of a worker in one run is an error."""
+
+RUNS = 10
+"""Of an experiment."""
+
+STEPS, EVERY = 400, 50
+"""Of a run, and from one of its checkpoints to the next."""
+
+SPAN = 3.0
+"""Seconds within which the victim of a kill dies, once it makes a run."""
+
+OUT = Path("o")
+"""The folder of every experiment: its name is in the files that are compared."""
+
+
+@dataclass
+class Case:
+    """An experiment that is killed several times, and what differs at its end."""
+
+    variant: str
+    where: list[str] = field(default_factory=list)
+    """What was done when it was killed."""
+    differences: list[str] = field(default_factory=list)
+
+
+def attack(folder: Path, kind: str, kills: int) -> Iterator[dict[str, Any]]:
+    """Experiments until there are so many kills; every other one trains its runs in stacks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    chance = random.Random(f"{kind} {kills}")
+    write_experiment(Path("e.yaml"))
+    with ExitStack() as contexts:
+        more = {**ENVIRONMENT, "INTERRUPTED_IMPORTS": "ray without_figures"} if kind == "node" else {}
+        server = contexts.enter_context(Server(folder, **{**WITHOUT_FIGURES, **more}))
+        cluster = contexts.enter_context(LocalCluster(folder)) if kind == "node" else None
+        undisturbed: dict[str, Path] = {}
+        while kills:
+            for stack in ("off", "2"):
+                arguments = ["experiment", "e.yaml", "--out", str(OUT), "--stack", stack]
+                if stack not in undisturbed:
+                    server.run(*arguments)
+                    undisturbed[stack] = OUT.rename(f"undisturbed-{stack}")
+                arguments += ["--workers", "2"] if cluster is None else ["--ray", cluster.address]
+                case = Case(f"{kind}, --stack {stack}")
+                several = min(kills, IN_A_ROW[kind])
+                Attack(server, cluster, case, chance).run(arguments, several)
+                case.differences += unlike(OUT, undisturbed[stack])
+                shutil.rmtree(OUT)
+                kills -= len(case.where)
+                yield asdict(case)
+                if not kills:
+                    break
+
+
+def write_experiment(path: Path) -> None:
+    """That of the quickstart, with longer runs of smaller networks."""
+    content = yaml.safe_load((ROOT / "configs/experiments/quickstart.yaml").read_text())
+    first, second = content["config"]
+    second |= {"checkpoint": {"every_n_train_steps": EVERY}, "data": {"init_args": {"batch_size": 50}}}
+    second["trainer"] |= {"max_steps": STEPS, "val_check_interval": STEPS, "enable_model_summary": False}
+    content |= {"config": [str(ROOT / first), second], "small": [8, 16], "target": [16, 32], "metric": "last_100%"}
+    content["sweep_2"] = {"UpscaleCallback.noise.std": [0.1, 0.3]}
+    path.write_text(yaml.safe_dump(content))
+
+
+class Attack:
+    """The kills of one experiment."""
+
+    def __init__(self, server: Server, cluster: LocalCluster | None, case: Case, chance: random.Random) -> None:
+        self.server, self.cluster, self.case, self.chance = server, cluster, case, chance
+        self.kind = case.variant.partition(",")[0]
+        self.done: dict[Path, tuple[int, list[int]]] = {}
+        """When the result of each finished run was written, and where it has begun, by folder."""
+        self.begun: list[tuple[Path, int, int]] = []
+        """Runs at a kill that were not finished: their folder, how often they have begun, their last checkpoint."""
+
+    def run(self, arguments: list[str], kills: int) -> None:
+        if self.cluster is not None:
+            self.cluster.another()
+        self.driver = self.server.start(*arguments)
+        moments = [RUNS * number // kills for number in range(kills + 1)]
+        while (number := len(self.case.where)) < kills:
+            least = self.chance.randrange(*moments[number : number + 2])
+            victim = wait_until(lambda least=least: is_dead(self.driver) or self.victim(least), self.server.log)
+            time.sleep(self.chance.uniform(0, SPAN))
+            if is_dead(self.driver):
+                break
+            if victim is not True and not is_dead(victim):
+                self.kill(victim, arguments)
+        self.conclude(self.server.answer())
+
+    def kill(self, victim: int, arguments: list[str]) -> None:
+        if self.kind == "node":
+            assert self.cluster is not None
+            node = self.cluster.node_of(victim)
+            assert node
+            self.cluster.kill(node)
+        else:
+            os.kill(victim, signal.SIGKILL)
+        self.note()
+        if self.kind == "driver":
+            assert self.server.answer() == -signal.SIGKILL
+            self.driver = self.server.start(*arguments)  # at once: its workers wait for those of the one before
+        elif self.cluster is not None:
+            self.cluster.another()
+
+    def victim(self, least: int) -> int | None:
+        """A process to be killed, once at least so many runs are done, and one has begun in it, or by it."""
+        if len(list(OUT.rglob("result.json"))) < least:
+            return None
+        for lock in OUT.rglob("*/run.lock"):
+            process = number_in(lock)
+            if process and not is_dead(process):
+                if self.kind == "driver":
+                    return self.driver
+                if self.cluster is None or self.cluster.node_of(process):
+                    return process
+        return None
+
+    def note(self) -> None:
+        """Notes what is done."""
+        folders = [path.parent for path in OUT.rglob("log.txt")]
+        for run in folders:
+            if (run / "result.json").exists():
+                self.done.setdefault(run, ((run / "result.json").stat().st_mtime_ns, starts(run)))
+            else:
+                self.begun.append((run, len(starts(run)), newest_step(run)))
+        self.case.where.append(f"{len(self.done)} runs done, {len(folders) - len(self.done)} begun")
+
+    def conclude(self, status: int) -> None:
+        found = self.case.differences
+        if status:
+            found.append(f"the command ends with {status}: {self.server.log.read_text()[-300:]}")
+        for run, (when, where) in self.done.items():
+            if (run / "result.json").stat().st_mtime_ns != when or starts(run) != where:
+                found.append(f"{run} was finished, and was made again")
+        for run, times, step in self.begun:
+            if any(start < step for start in starts(run)[times : times + 1]):
+                found.append(f"{run} began again at step {starts(run)[times]}, with a checkpoint of step {step}")
+
+
+def number_in(lock: Path) -> int:
+    """The process that a lock names; 0 if there is none."""
+    try:
+        words = lock.read_text().split()
+    except FileNotFoundError:
+        return 0
+    return int(words[1]) if words else 0
+
+
+def newest_step(run: Path) -> int:
+    names = " ".join(path.name for path in run.glob("checkpoints/*.ckpt"))
+    return max(map(int, re.findall(r"step=(\d+)\.ckpt", names)), default=0)
+
+
+def runs_in(out: Path) -> list[Path]:
+    """The finished runs under a folder, by their paths in it."""
+    return sorted(path.parent.relative_to(out) for path in out.rglob("result.json"))
+
+
+def unlike(ours: Path, theirs: Path) -> list[str]:
+    """What differs in the runs under two folders, bit by bit, and in the best values of sweeps, in words."""
+    found: list[str] = []
+    if runs_in(ours) != runs_in(theirs):
+        return [f"the finished runs are {runs_in(ours)} instead of {runs_in(theirs)}"]
+    for run in runs_in(theirs):
+        found += differences(observed(ours / run), observed(theirs / run), str(run))
+    for best in theirs.rglob("best.yaml"):
+        if (ours / best.relative_to(theirs)).read_text() != best.read_text():
+            found.append(f"{best.relative_to(theirs)} is another one")
+    return found
