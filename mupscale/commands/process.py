@@ -232,16 +232,17 @@ def lenient_output() -> Iterator[Output]:
             sys.stdout, sys.stderr = before
 
 
-FIRST = 2.0
-"""Seconds before anything is shown: short work needs no bar."""
+FIRST, IN_A_LOG = 2.0, 30.0
+"""Seconds before a bar is shown on a terminal, because short work needs none; and between two lines of a log."""
 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows what is done, how many of them, and of how many, on a bar; only on a terminal."""
+    """A function that shows what is done, how many of them, and of how many, on a bar."""
     from tqdm import tqdm
 
-    with tqdm(disable=None, leave=False, delay=FIRST) as bar:
+    times = {"delay": FIRST} if sys.stderr.isatty() else {"delay": IN_A_LOG, "mininterval": IN_A_LOG}
+    with tqdm(leave=False, **times) as bar:
 
         def show_progress(words: str, done: int, total: int) -> None:
             bar.total = total
