@@ -109,10 +109,16 @@ def test_an_ascii_terminal_gets_question_marks(tmp_path: Path, monkeypatch: pyte
     assert text.startswith("width 8 ? 16\n")
 
 
-def test_a_pipe_gets_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("seconds", "text"), [(process.IN_A_LOG, ""), (0.0, "steps:  50%")])
+def test_a_log_gets_the_progress_of_long_work_only(
+    seconds: float, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process, "IN_A_LOG", seconds)
     with progress_bar() as show_progress:
         show_progress("steps", 1, 2)
-    assert capsys.readouterr().err == ""
+    found = capsys.readouterr().err
+    assert text in found
+    assert bool(found) == bool(text)
 
 
 # --- imports
