@@ -90,7 +90,7 @@ class Parser(LightningArgumentParser):
                 "--config BASE --config FILE"
             )
         elif kind is not None and class_name is not None:
-            names = {child.__name__ for child in descendants(Callback)} if kind is Callback else short_names(kind)
+            names = {child.__name__ for child in descendants(Callback)[1:]} if kind is Callback else short_names(kind)
             near = did_you_mean(class_name, names)
             others = "" if kind is Callback else f". There are {', '.join(sorted(names))}; name"
             text += near or f"{others or '. Name'} other classes by their import path"
@@ -434,7 +434,7 @@ def opened(
         is_mistake = isinstance(error, MisconfigurationException if ending.has_begun else MISTAKES)
         if ending.has_stepped and not is_mistake:
             error.add_note(IN_TRAINING)
-        line = one_line(error) if is_mistake else line_about(error)
+        line = (key_and_problem(str(error))[1] or one_line(error)) if is_mistake else line_about(error)
         if line is not None and not ending.has_stepped:
             start.leftovers.remove()
         if line is None or isinstance(error, UserError):

@@ -375,7 +375,7 @@ def test_a_misspelt_metric_of_a_trial_is_reported_after_one_epoch(tmp_path: Path
 
 
 @pytest.mark.usefixtures("captures")
-def test_sigterm_ends_a_run_in_its_epoch(tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_soon(tmp_path: Path) -> None:
     ended_at: list[int] = []
 
     class Terminated(Strides):
@@ -391,4 +391,4 @@ def test_sigterm_ends_a_run_in_its_epoch(tmp_path: Path) -> None:
     case = Case(mlp, settings={"limit_val_batches": 0, "max_steps": 80, "enable_checkpointing": False})
     with pytest.raises(SIGTERMException):
         fit(case, tmp_path, Terminated(), FastLoop(cuda_graph=True))
-    assert ended_at[0] < 20
+    assert ended_at[0] <= 25  # a block may be under way

@@ -120,7 +120,7 @@ def test_models_are_listed_for_a_model_alone() -> None:
     assert "There are GPT2, MLP" not in message(REMEDIES["a class inside a class"][0])
 
 
-@pytest.mark.parametrize(("content", "given"), [("", "None"), ("5\n", "5")])
+@pytest.mark.parametrize(("content", "given"), [("", "nothing"), ("5\n", "5")])
 def test_a_configuration_without_keys(content: str, given: str) -> None:
     Path("c.yaml").write_text(content)
     assert refused("fit", "--config", "c.yaml") == (
