@@ -13,7 +13,7 @@ demo: $(VENV)/.installed
 test: lint types
 	$(PYTEST)
 
-# five minutes on two cores: mypy, which uses one core, runs beside the tests
+# two minutes on two cores: mypy, which uses one core, runs beside the tests
 check: $(VENV)/.installed-test
 	$(MAKE) --jobs=3 lint types fast-tests
 
