@@ -91,9 +91,8 @@ class Parser(LightningArgumentParser):
             )
         elif kind is not None and class_name is not None:
             names = {child.__name__ for child in descendants(Callback)[1:]} if kind is Callback else short_names(kind)
-            near = did_you_mean(class_name, names)
-            others = "" if kind is Callback else f". There are {', '.join(sorted(names))}; name"
-            text += near or f"{others or '. Name'} other classes by their import path"
+            listed = "" if kind is Callback else f"There are {', '.join(sorted(names))}. "
+            text += did_you_mean(class_name, names) or f". {listed}Name other classes by their import path"
         elif unknown is not None:
             name, owner = unknown
             accepted = arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys()

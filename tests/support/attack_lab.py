@@ -197,7 +197,8 @@ def unlike(ours: Path, theirs: Path) -> list[str]:
     for run in runs_in(theirs):
         for each in differences(observed(ours / run), observed(theirs / run), str(run)):
             # a worker whose driver was killed saves its step, after which another one is the newest but one
-            if not ("/resume/step=" in each and each.endswith(("is missing", "is left behind"))):
+            is_older = "/resume/step=" in each and f"/resume/step={STEPS}.ckpt" not in each
+            if not (is_older and each.endswith(("is missing", "is left behind"))):
                 found.append(each)
     for best in theirs.rglob("best.yaml"):
         if (ours / best.relative_to(theirs)).read_text() != best.read_text():
