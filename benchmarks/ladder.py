@@ -160,12 +160,16 @@ FULL = Ladder(
         (Size(128, 4, 8), Size(128, 8)): (INTERLEAVES, {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)}),
         (Size(128, 4), Size(128, 8)): (STACKS[:1], {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)}),
         (Size(128, 2, 8), Size(128, 8)): (INTERLEAVES, {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)}),
+        (Size(128, 2), Size(128, 8)): (STACKS[:1], {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)}),
         (Size(64, 4, 8), Size(128, 8)): (BOTH, {-6: (-4,), -5: (-4, -3), -4: (-3, -2)}),
         (Size(64, 8), Size(128, 8)): (WIDTH, {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)}),
     },
     top=Size(256, 8), tokens_per_parameter=10, rows=32, context=512, vocabulary=8192, warm_up=100, validated=896,
     other_rates=(2.0, 0.5),
-    noises=(*(Way("", "duplication", noise) for noise in (2.0, 0.5, 4.0, 0.12)), Way("", "diagonal", 2.0)),
+    noises=(
+        *(Way("", "duplication", noise) for noise in (2.0, 0.5, 4.0, 0.12)),
+        *(Way("", "diagonal", noise) for noise in (2.0, 4.0)),
+    ),
 )  # fmt: skip
 LARGE_BATCH = replace(  # 2,560 steps of twice the tokens for the largest size
     FULL, tokens_per_parameter=2560 * 2**15 / FULL.parameters(FULL.top), rows=64, lr=0.0156, other_rates=(),
