@@ -160,8 +160,9 @@ class Swap:
         trainer.strategy.setup(trainer)
         keep_units_of_own_optimizers(trainer, module)
         sources: dict[int, list[groups.Source]] = {}
+        narrow_ids = {id(parameter) for parameter in narrow.parameters()}
         for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
-            if any(p is q for g in after.param_groups for p in g["params"] for q in narrow.parameters()):
+            if any(id(parameter) in narrow_ids for group in after.param_groups for parameter in group["params"]):
                 raise UserError(
                     f"{type(module).__name__}.configure_optimizers returned an optimizer over the old parameters; make "
                     "a new one"

@@ -1,5 +1,6 @@
 """Two models of one architecture walked side by side: their modules, parameters and buffers in pairs, by name."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -172,13 +173,11 @@ def _pair_parameters(
             holder = (*paired[norm.layer], f"{norm.attribute}_{letter}")
             of_norms.setdefault(id(narrow_named[part]), []).append(holder)
     owners |= of_norms
-    wide_ids = {id(parameter) for parameter in wide_named.values()}
+    wide_ids = Counter(map(id, wide_named.values()))
     uses = []
     for key, names in names_of.items():
         source, target = narrow_named[names[0]], wide_named[names[0]]
-        if any(wide_named[name] is not target for name in names) or sum(
-            p is target for p in wide_named.values()
-        ) != len(names):
+        if any(wide_named[name] is not target for name in names) or wide_ids[id(target)] != len(names):
             raise UserError(
                 f"parameter {names[0]!r} is tied in one of the models only (narrow: {names}). Tie, or untie, it in both"
             )
