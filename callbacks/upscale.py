@@ -32,7 +32,7 @@ from mupscale.callbacks.swap import (
 )
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import generators_kept
-from mupscale.device_memory import physical_memory
+from mupscale.device_memory import physical_memory, unreserved_bytes
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise
@@ -174,6 +174,8 @@ class UpscaleCallback(Swap, Strides):
         """Of the noise that was added."""
         self._needs_check = self._keeps_function = self._is_before_first_step = False
         self._optimizers_in_checkpoint: tuple[Any, Any] | None = None
+        self._factor = math.inf
+        """How many times as many parameters there are after the swap, where it is known before."""
         self.ahead: subprocess.Popen[bytes] | None = None
         """Compiles the wide network until the swap."""
 
@@ -255,6 +257,8 @@ class UpscaleCallback(Swap, Strides):
         if not is_smaller(before, self.size_after(before)):
             return  # right for a run that is resumed after the swap; whether it is one is not known yet
         growth = self.planned(pl_module, before)
+        weights, wide_weights = _count_weights(growth)
+        self._factor = wide_weights / weights
         with generators_kept([]):
             narrow = pl_module.network(*before, meta=True)
         self._keeps_function = self.method.claim(growth, narrow, ()).function  # others change it anyway
@@ -305,6 +309,7 @@ class UpscaleCallback(Swap, Strides):
     ) -> None:
         if self._is_before_first_step:  # until now: the run has taken the memory that it needs
             self._is_before_first_step = False
+            files_of(trainer).go_on()
             self._begin_ahead(trainer, pl_module, batch)
         if self.is_due(trainer, pl_module) and self.checkpoint is None:
             # here loops and data can be resumed exactly; in the middle of a step they cannot
@@ -339,6 +344,12 @@ class UpscaleCallback(Swap, Strides):
                 ) from error
             for swap in swaps_of(trainer):
                 swap._is_before_first_step = True
+
+    def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
+        files_of(trainer).go_on()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        files_of(trainer).go_on()  # it may take long, and the swap comes after it
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._end_ahead()
@@ -454,7 +465,7 @@ class UpscaleCallback(Swap, Strides):
             raise UserError(f"UpscaleCallback.layers = {self.layers}: {type(module).__name__} {why}")
 
     def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
-        weights = sum(math.prod(entry.wide_shape) for entry in growth.parameters.values())
+        _, weights = _count_weights(growth)
         on_gpu = device.type == "cuda"
         memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else physical_memory()
         if 2 * weights > memory:
@@ -507,9 +518,16 @@ class UpscaleCallback(Swap, Strides):
         path = Path(trainer.strategy.broadcast(str(folder))) / f"{PRE_UPSCALE}{trainer.global_step}.ckpt"
         if policy is not None:
             path = policy.free_path(path, trainer)
-        with files_of(trainer).deferring():
+        files = files_of(trainer)
+        if self._leaves_room(trainer.strategy.root_device):
+            files.hold()  # until the first wide step is launched: writing would make the pause longer
+        with files.deferring():
             trainer.save_checkpoint(path, weights_only=False)
         return path
+
+    def _leaves_room(self, device: torch.device) -> bool:
+        """Whether the copy that is written later may stay on a GPU: if all that is there now could grow beside it."""
+        return device.type != "cuda" or self._factor * torch.cuda.memory_reserved(device) <= unreserved_bytes(device)
 
     def _swap(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         start = time.perf_counter()
@@ -575,6 +593,12 @@ class UpscaleCallback(Swap, Strides):
             f"step {done['step']}: upscaled {growth_text(done)}, {done['parameters']:,} parameters, "
             f"loss {done['loss_before']:.6f} → {done['loss_after']:.6f}, {done['seconds']:.2f} s"
         )
+
+
+def _count_weights(growth: Plan) -> tuple[int, int]:
+    """The parameters of the network before a growth and after it."""
+    entries = growth.parameters.values()
+    return sum(math.prod(e.narrow_shape) for e in entries), sum(math.prod(e.wide_shape) for e in entries)
 
 
 def growth_text(summary: dict[str, Any]) -> str:

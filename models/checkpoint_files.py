@@ -48,8 +48,8 @@ class CheckpointFiles(TorchCheckpointIO):
     `in_background`, checkpoints are copied in memory, and a thread writes, links and deletes files, in the order in
     which it was asked to. So what is on disk is always what was there without it, some steps earlier, and
     a process that is killed leaves whole files. Training waits if one copy is being written and another one waits, at
-    the end of a fit, and after an exception. An error of the thread ends the run at the end of the step; what it had
-    still to do is dropped.
+    the end of a fit, and after an exception. Between `hold` and `go_on` the thread begins nothing, unless training
+    waits for it. An error of the thread ends the run at the end of the step; what it had still to do is dropped.
     """
 
     in_background = False
@@ -57,6 +57,8 @@ class CheckpointFiles(TorchCheckpointIO):
     def __init__(self) -> None:
         self._waiting: Waiting | None = None
         self._lock = threading.Condition()
+        self._may_begin = threading.Event()
+        self._may_begin.set()
         self._copies = 0
         self._stream: torch.cuda.Stream | None = None
         self._failure: BaseException | None = None
@@ -73,6 +75,8 @@ class CheckpointFiles(TorchCheckpointIO):
             self.wait()
             self._save(map_leaves(alone, checkpoint), path, storage_options)
             return
+        if self._copies == AT_ONCE:
+            self.go_on()
         with self._lock:
             self._lock.wait_for(lambda: self._copies < AT_ONCE)
         self.raise_error()
@@ -138,8 +142,17 @@ class CheckpointFiles(TorchCheckpointIO):
             threading.Thread(target=self._work, args=(self._waiting,), daemon=True, name="checkpoints").start()
         self._waiting.put((operation, end))
 
+    def hold(self) -> None:
+        """Lets the thread begin nothing: one thread at a time runs Python, and the run has more urgent things to do."""
+        self._may_begin.clear()
+
+    def go_on(self) -> None:
+        """Ends a `hold`."""
+        self._may_begin.set()
+
     def wait(self) -> None:
         """Returns once all files are written; raises the error of the thread."""
+        self.go_on()
         if self._waiting is not None and not self._is_given_up:
             self._waiting.join()
         self.raise_error()
@@ -154,6 +167,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def raise_error(self) -> None:
         if self._failure is not None and self._waiting is not None:
+            self.go_on()
             self._waiting.join()  # until all that was to follow is dropped: it may delete older checkpoints
         error, self._failure = self._failure, None
         if error is not None:
@@ -170,6 +184,7 @@ class CheckpointFiles(TorchCheckpointIO):
     def _work(self, waiting: Waiting) -> None:
         while (asked := waiting.get()) is not None:
             operation, end = asked
+            self._may_begin.wait()
             try:
                 if self._failure is None and not self._is_given_up:
                     operation()

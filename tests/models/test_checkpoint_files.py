@@ -96,6 +96,28 @@ def test_saving_waits_for_all_but_one(files: HeldFiles, tmp_path: Path) -> None:
     assert files.written == [*(f"{index}.ckpt" for index in range(AT_ONCE)), "last.ckpt"]
 
 
+def test_a_held_thread_begins_nothing_until_something_waits_for_it(files: HeldFiles, tmp_path: Path) -> None:
+    files.go.set()
+    files.hold()
+    files.save(torch.ones(1), tmp_path / "a.ckpt")
+    assert not files.begun.acquire(timeout=5 * checkpoint_files.HEAD_START)
+    files.go_on()
+    assert files.begun.acquire(timeout=60)
+    files.hold()
+    for index in range(AT_ONCE + 1):  # the last waits for a copy
+        files.save(torch.ones(1), tmp_path / f"{index}.ckpt")
+    files.hold()
+    files.save_checkpoint({"value": torch.ones(1)}, tmp_path / "at once.ckpt")
+    files.hold()
+    files.save(torch.ones(1), tmp_path / "last.ckpt")
+    files.wait()
+    assert files.written == ["a.ckpt", "0.ckpt", "1.ckpt", "2.ckpt", "at once.ckpt", "last.ckpt"]
+    files.hold()
+    files.save(torch.ones(1), tmp_path / "end.ckpt")
+    files.teardown()
+    assert files.written[-1] == "end.ckpt"
+
+
 def test_a_process_that_is_to_end_at_once_waits_for_no_file(files: HeldFiles, tmp_path: Path) -> None:
     files.save(torch.ones(1), tmp_path / "a.ckpt")
     files.save(torch.ones(1), tmp_path / "b.ckpt")
