@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class Curves(Strides):
         """
         self.stop_on_nan = stop_on_nan
         self.watches = True
-        self.spent = {"samples": 0.0, "flops": 0.0}
+        self._spent = {"samples": 0.0, "flops": 0.0}
+        self._uncounted: Callable[[], float] | None = None
+        """Counts the FLOPs of the last batch, if that was left for later."""
         self._sum = no_loss()
         self._count = 0
         self._flops: dict[Any, float] = {}
@@ -73,11 +76,22 @@ class Curves(Strides):
         self._is_bad = False
         self._lacks_loss = False
 
+    @property
+    def spent(self) -> dict[str, float]:
+        """Samples seen and FLOPs spent."""
+        self._count_rest()
+        return self._spent
+
+    def _count_rest(self) -> None:
+        if self._uncounted is not None:
+            count, self._uncounted = self._uncounted, None
+            self._spent["flops"] += count()
+
     def state_dict(self) -> dict[str, Any]:
         return {"spent": dict(self.spent), "sum": float(self._sum), "count": self._count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.spent = dict(state_dict["spent"])
+        self._spent, self._uncounted = dict(state_dict["spent"]), None
         self._sum, self._count = no_loss() + state_dict["sum"], state_dict["count"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -108,11 +122,19 @@ class Curves(Strides):
     def _add_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._backward = self._backward + loss.detach()
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._count_rest()  # before the module grows
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.spent["samples"] += samples_of(pl_module, batch) * trainer.world_size
-        self.spent["flops"] += self._batch_flops(trainer, pl_module, batch, batch_idx) * trainer.world_size
+        spent, kind = self.spent, flops_kind(pl_module, batch)
+        spent["samples"] += samples_of(pl_module, batch) * trainer.world_size
+        if isinstance(pl_module, Growable) and kind not in self._flops:
+            # takes a while: the first step after a growth does not wait for it
+            self._uncounted = partial(self._batch_flops, trainer, pl_module, batch, batch_idx, kind)
+        else:
+            spent["flops"] += self._batch_flops(trainer, pl_module, batch, batch_idx, kind)
         loss = self._loss_of_step(pl_module, outputs)
         if loss is not None:
             self._sum = self._sum + loss
@@ -135,8 +157,9 @@ class Curves(Strides):
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
         assert isinstance(pl_module, Growable)
-        self.spent["samples"] += pl_module.batch_size(batch) * len(losses)
-        self.spent["flops"] += self._batch_flops(trainer, pl_module, batch) * len(losses)
+        spent, kind = self.spent, flops_kind(pl_module, batch)
+        spent["samples"] += pl_module.batch_size(batch) * len(losses)
+        spent["flops"] += self._batch_flops(trainer, pl_module, batch, 0, kind) * len(losses)
         total = float(self._sum)
         for loss in losses:
             total += loss
@@ -246,23 +269,22 @@ class Curves(Strides):
                 values["throughput/fraction_of_peak"] = rate / self._peak
         return values
 
-    def _batch_flops(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int = 0) -> float:
-        """NaN if they cannot be counted; the sum of all is NaN from then on."""
-        if math.isnan(self.spent["flops"]):
+    def _batch_flops(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, kind: tuple[Any, ...]
+    ) -> float:
+        """Of all ranks. NaN if they cannot be counted; the sum of all is NaN from then on."""
+        if math.isnan(self._spent["flops"]):
             return math.nan
-        is_ours = isinstance(module, Growable)
-        size = str(module.size) if is_ours else str(sum(parameter.numel() for parameter in module.parameters()))
-        key = size, samples_of(module, batch), *(tensor.shape for tensor in tensors_in(batch))
-        if key not in self._flops:
+        if kind not in self._flops:
             try:
                 if isinstance(module, Growable):
-                    self._flops[key] = module.training_flops(batch)
+                    self._flops[kind] = module.training_flops(batch)
                 else:
-                    self._flops[key] = count_flops(trainer, module, batch, batch_idx)
+                    self._flops[kind] = count_flops(trainer, module, batch, batch_idx)
             except UserError as error:
                 rank_zero_warn(f"the run has no curves against FLOPs: {error}", stacklevel=2)
                 return math.nan
-        return self._flops[key]
+        return self._flops[kind] * trainer.world_size
 
     def _log_by_cost(self, trainer: Trainer, values: dict[str, float]) -> None:
         for logger in trainer.loggers:
@@ -298,6 +320,13 @@ def describe_loss(bad: tuple[int, Width | None, float]) -> str:
     step, width, loss = bad
     at_width = "" if width is None else f", width {width}"
     return f"the training loss is {loss} at step {step} (the first step is 0){at_width}"
+
+
+def flops_kind(module: LightningModule, batch: Any) -> tuple[Any, ...]:
+    """Equal for batches that take equally many operations: the size of the module, and the shapes."""
+    is_ours = isinstance(module, Growable)
+    size = str(module.size) if is_ours else str(sum(parameter.numel() for parameter in module.parameters()))
+    return size, samples_of(module, batch), *(tensor.shape for tensor in tensors_in(batch))
 
 
 def samples_of(module: LightningModule, batch: Any) -> int:

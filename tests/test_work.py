@@ -4,6 +4,7 @@ What a CPU dispatches stands for what a GPU launches: optimizers are the fused o
 """
 
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,7 +34,9 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import default_callbacks
 from mupscale.cuda_graph import step_kind
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models import base, checkpoint_files
 from mupscale.models.base import Growable
+from mupscale.models.checkpoint_files import CheckpointFiles
 from mupscale.models.gpt2 import GPT2
 
 pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
@@ -252,6 +255,61 @@ def test_a_fast_loop_calls_few_functions(tmp_path: Path) -> None:
     captured = python_calls(tmp_path / "captured", FastLoop(cuda_graph=True))
     assert fast < 0.85 * lightning
     assert captured < 0.2 * lightning
+
+
+# --- a swap
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_files_and_flops_wait_for_the_first_wide_step(
+    validates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a validation before the swap, which may be long, does not delay the checkpoint."""
+    seen: list[str] = []
+    is_writing = threading.Event()
+
+    def write(*arguments: Any, function: Any = CheckpointFiles._save) -> None:
+        seen.append("write")
+        is_writing.set()
+        function(*arguments)
+
+    def count(*arguments: Any, function: Any = Growable._count_flops) -> float:
+        seen.append("count")
+        return function(*arguments)
+
+    def swap(*arguments: Any, function: Any = UpscaleCallback._swap) -> None:
+        is_writing.wait(60 if validates else 3 * checkpoint_files.HEAD_START)  # a thread that is not held would begin
+        seen.append("swap")
+        function(*arguments)
+
+    monkeypatch.setattr(CheckpointFiles, "_save", write)
+    monkeypatch.setattr(UpscaleCallback, "_swap", swap)
+    monkeypatch.setattr(Growable, "_count_flops", count)
+    monkeypatch.setattr(base, "_FLOPS", {})
+    monkeypatch.setattr(checkpoint_files, "pays_in_background", lambda trainer: True)
+    watch = AtEnds(lambda step: seen.append(f"end {step}"))
+    settings = {"val_check_interval": 3} if validates else {}
+    fit(mlp(optimizer=ADAMW), tmp_path, UpscaleCallback(3, 16), watch, FastLoop(), steps=5, **settings)
+    first, last = seen.index("end 3"), seen.index("end 4")
+    assert seen[first : last + 1] == ["end 3", *["write"] * validates, "swap", "end 4"]
+    assert sorted(seen[last:]) == ["count", "end 4", "end 5", *["write"] * (2 - validates)], "and the last checkpoint"
+    assert list(tmp_path.glob("**/pre-upscale-3.ckpt"))
+
+
+def test_the_calls_of_a_swap_grow_no_faster_than_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap = UpscaleCallback._swap
+    counts: dict[int, int] = {}
+
+    def counted(self: UpscaleCallback, trainer: Trainer, module: Growable, batch: Any) -> None:
+        with counted_calls() as calls:
+            swap(self, trainer, module, batch)
+            counts[module.hparams["layers"]] = calls()
+
+    monkeypatch.setattr(UpscaleCallback, "_swap", counted)
+    for layers in (4, 8, 16):
+        module = GPT2(8, base_width=8, layers=layers, heads=2, vocabulary=11, context=8, optimizer=ADAMW)
+        fit(module, tmp_path / str(layers), UpscaleCallback(2, 16), steps=3)
+    assert counts[16] - counts[8] <= 2.1 * (counts[8] - counts[4])
 
 
 # --- memory
