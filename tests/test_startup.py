@@ -19,28 +19,24 @@ def watch(event, arguments):
         opened.append(str(arguments[0]))
 before = set(sys.modules)
 sys.addaudithook(watch)
-try:
-    {statement}
-except SystemExit as end:
-    code = end.code
-else:
+for statement in {statements}:
     code = None
-torch = sys.modules.get("torch")
-print(json.dumps({{
-    "modules": sorted(set(sys.modules) - before),
-    "opened": opened,
-    "code": code,
-    "cuda": torch is not None and torch.cuda.is_initialized(),
-}}))
+    try:
+        exec(statement)
+    except SystemExit as end:
+        code = end.code
+    torch = sys.modules.get("torch")
+    cuda = torch is not None and torch.cuda.is_initialized()
+    print(json.dumps(dict(modules=sorted(set(sys.modules) - before), opened=opened, code=code, cuda=cuda)))
 """
 
 EVERYTHING = "import mupscale; [getattr(mupscale, name) for name in mupscale.__all__]"
 
 
-def started(statement: str) -> dict:
-    """What a fresh interpreter has loaded and opened after `statement`."""
-    run = run_program("-c", PROBE.format(statement=statement))
-    return json.loads(run.stdout.splitlines()[-1])
+def started(*statements: str) -> list[dict]:
+    """What a fresh interpreter has loaded and opened after each statement."""
+    run = run_program("-c", PROBE.format(statements=statements))
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"modules"')]
 
 
 def command(*arguments: str) -> str:
@@ -60,7 +56,7 @@ def data(opened: list[str]) -> list[str]:
 
 
 def test_importing_the_package_loads_nothing():
-    after = started("import mupscale")
+    (after,) = started("import mupscale")
     ours = [name for name in after["modules"] if name.startswith("mupscale")]
     assert ours == ["mupscale", "mupscale._torchvision"]
     assert not packages(after["modules"]) & (HEAVY | {"torch", "numpy", "mup"})
@@ -69,7 +65,7 @@ def test_importing_the_package_loads_nothing():
 
 @pytest.mark.slow
 def test_the_whole_library_loads_torch_and_little_else():
-    everything = started(f"import torch; before.update(sys.modules); {EVERYTHING}")
+    (everything,) = started(f"import torch; before.update(sys.modules); {EVERYTHING}")
     assert not packages(everything["modules"]) & HEAVY
     added = [name for name in everything["modules"] if not name.startswith("mupscale")]
     assert len(added) <= 30  # mup and yaml
@@ -84,27 +80,23 @@ def test_the_whole_library_loads_torch_and_little_else():
      (("experiment", "e.yaml", "--ray", "auto", "--workers", "2"), "error: --workers")],
 )  # fmt: skip
 def test_help_and_mistakes_need_no_torch(arguments: tuple[str, ...], code: str | int | None):
-    after = started(command(*arguments))
+    (after,) = started(command(*arguments))
     assert str(after["code"]).startswith(str(code))
     assert not packages(after["modules"]) & (HEAVY | {"torch", "numpy", "mup"})
     assert after["opened"] == []
 
 
 @pytest.mark.slow
-def test_the_help_of_fit_reads_no_data_and_leaves_cuda_alone():
-    after = started(command("fit", "--help"))
-    assert after["code"] == 0
-    assert not data(after["opened"])
-    assert not after["cuda"]
-    # torchmetrics imports what is installed of these, unless it is imported in part
-    assert not packages(after["modules"]) & {"pandas", "pesq", "scipy", "sklearn", "transformers"}
-    assert not {"torchmetrics.image", "torchmetrics.functional.image"} & set(after["modules"])
-
-
-@pytest.mark.slow
-def test_a_fit_loads_nothing_of_sweeps():
+def test_the_help_of_fit_reads_no_data_and_a_fit_loads_nothing_of_sweeps():
     options = ["--trainer.fast_dev_run=true", "--trainer.callbacks=null", "--trainer.enable_progress_bar=false"]
-    after = started(command("fit", "--config", str(ROOT / "configs/quickstart.yaml"), *options))
+    fit = command("fit", "--config", str(ROOT / "configs/quickstart.yaml"), *options)
+    help, after = started(command("fit", "--help"), fit)
+    assert help["code"] == 0
+    assert not data(help["opened"])
+    assert not help["cuda"]
+    # torchmetrics imports what is installed of these, unless it is imported in part
+    assert not packages(help["modules"]) & {"pandas", "pesq", "scipy", "sklearn", "transformers"}
+    assert not {"torchmetrics.image", "torchmetrics.functional.image"} & set(help["modules"])
     assert after["code"] is None
     ours = [name for name in after["modules"] if name.startswith("mupscale.")]
     assert "mupscale.callbacks.fast_loop" in ours

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import refused, small
-from programs import run_program
 from tiers import slow_except
 from training_runs import LIGHTNING_WARNINGS
 
@@ -185,15 +184,15 @@ def test_an_unknown_activation_of_transformers(workshop: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_the_users_own_code_keeps_its_traceback(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+def test_the_users_own_code_keeps_its_traceback(in_an_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("mine.py").write_text(
         "import torch\n"
         "from mupscale.models.mlp import MLP\n"
         "class Mine(MLP):\n"
         "    def loss(self, batch):\n"
         "        return torch.ones(2) @ torch.ones(3)\n"
     )
-    small(tmp_path / "c.yaml")
-    command = ["-m", "mupscale", "fit", "--config", "c.yaml", "--model=mine.Mine"]
-    done = run_program(*command, cwd=tmp_path, variables={"PYTHONPATH": str(tmp_path)}, status=1)
-    assert 'mine.py", line 5, in loss' in done.stderr
+    monkeypatch.syspath_prepend(Path.cwd())
+    with pytest.raises(RuntimeError) as caught:
+        main(["fit", "--config", small(Path("c.yaml")), "--model=mine.Mine"])
+    assert caught.traceback[-1].path.name == "mine.py"

@@ -15,12 +15,11 @@ from command_line import LR, NOISE, refused, small, upscale
 from extensions import Counting
 from logged import curves, losses
 from program_server import CORE_ONLY, Server
-from sweeps import changed, numbers_of, plain_sweeps, starts, swept, unlike, values_of
+from sweeps import changed, numbers_of, starts, swept, unlike, values_of
 from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.callbacks.curves import Curves
-from mupscale.commands.lab.run import result_of
 from mupscale.commands.lab.stack_loop import StackedSteps
 from mupscale.models.base import Growable
 
@@ -314,37 +313,3 @@ def test_a_size_that_is_none(size: str, tmp_path: Path) -> None:
     arguments = ["--config", small(tmp_path / "c.yaml"), "--out", "s", "--sweep", f"{LR}=0.01", f"--stack={size}"]
     assert refused("sweep", *arguments).startswith(f"error: --stack {size}: give auto, off, or how many")
     assert not Path("s").exists()
-
-
-# --- experiments
-
-
-@pytest.mark.slow
-def test_seeds_of_an_experiment_stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
-    small(Path("c.yaml"), max_steps=10, precision="64-true", val_check_interval=5)
-    noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
-    content = {
-        "protocol": "upscale", "config": "c.yaml", "small": [8, 16], "target": [16, 32], "seeds": [3, 4],
-        "noise": noise, "sweep_1": {LR: [0.01]}, "sweep_2": {NOISE: [0.05]},
-    }  # fmt: skip
-    Path("e.yaml").write_text(yaml.safe_dump(content))
-    results = {}
-    for size in ("auto", "off"):
-        with plain_sweeps():
-            main(["experiment", "e.yaml", "--out", size, "--stack", size])
-        output = capsys.readouterr().out
-        begun = [line.partition(":")[0] for line in output.splitlines() if line.endswith(": begins")]
-        ended = [line.partition(":")[0] for line in output.splitlines() if " runs left" in line][1:]
-        assert sorted(begun) == sorted(ended)
-        paths = Path(size).rglob("result.json")
-        results[size] = {str(path.parent.relative_to(size)): result_of(path.parent)[0] for path in paths}
-        # whether the second seed begins before the first one ends
-        lines = [line for line in output.splitlines() if line.startswith(("base", "scratch", "upscale,"))]
-        for role in ("base", "scratch", "upscale"):
-            order = [line.partition(" in ")[0] for line in lines if line.startswith(role)][:2]
-            assert all(line.endswith(": begins") for line in order) == (size == "auto")
-    assert len(results["off"]) == 8
-    assert results["auto"] == pytest.approx(results["off"], rel=1e-10)

