@@ -15,7 +15,6 @@ import yaml
 from command_line import small, upscale
 from saved import Change, save_changed, save_gpt2, save_mlp
 from torch import nn
-from training_runs import LIGHTNING_WARNINGS
 
 import mupscale
 from mupscale import flops
@@ -24,11 +23,7 @@ from mupscale.checks.coordinate_check import coord_check
 from mupscale.datamodules.covertype import Covertype
 from mupscale.errors import UserError
 
-pytestmark = [
-    pytest.mark.filterwarnings(*LIGHTNING_WARNINGS),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
-    pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 FAST = {
     "nothing": ("fti", "Did you mean fit?"),

@@ -3,25 +3,12 @@
 import re
 import runpy
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from paths import ROOT
 
 EXAMPLES = ROOT / "examples"
-
-
-@contextmanager
-def warnings_ignored(*filters: str) -> Iterator[None]:
-    """Ignores warnings of Lightning, by the filters of pytest."""
-    with warnings.catch_warnings():
-        for each in filters:
-            _, message, *category = each.split(":")
-            warnings.filterwarnings("ignore", message, FutureWarning if category else Warning)
-        yield
 
 
 def output_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -39,14 +26,6 @@ def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert wide < narrow
 
 
-LIGHTNING_WARNINGS = (
-    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",
-    "ignore:.*is set, but there is no last checkpoint available",
-    "ignore:You passed in a `val_dataloader` but have no `validation_step`",
-    "ignore:The '.*_dataloader' does not have many workers",
-)
-
-
 def loss_around_the_growth(text: str) -> tuple[float, float]:
     before, after = re.findall(r"^loss of one batch ([\d.]+) before, ([\d.]+) after$", text, flags=re.MULTILINE)[0]
     return float(before), float(after)
@@ -55,8 +34,7 @@ def loss_around_the_growth(text: str) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_the_lightning_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with warnings_ignored(*LIGHTNING_WARNINGS):
-        text = output_of("lightning_module", capsys)
+    text = output_of("lightning_module", capsys)
     before, after = loss_around_the_growth(text)
     assert after == before  # centred noise keeps it
     (last,) = re.findall(r"^mean loss of the last ten steps ([\d.]+)$", text, flags=re.MULTILINE)
@@ -66,8 +44,7 @@ def test_the_lightning_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_the_module_under_mup(capsys: pytest.CaptureFixture[str]) -> None:
-    with warnings_ignored(*LIGHTNING_WARNINGS):
-        text = output_of("mup_module", capsys)
+    text = output_of("mup_module", capsys)
     before, after = loss_around_the_growth(text)
     assert after == pytest.approx(before, abs=2e-4)
     rates = re.findall(r"^(net\S+): rate ([\d.]+), if built wide ([\d.]+)$", text, flags=re.MULTILINE)
@@ -82,7 +59,7 @@ def test_lightning_cli(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     program = EXAMPLES / "lightning_cli.py"
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's calls
     monkeypatch.setattr(sys, "argv", [str(program), "fit", "--config", str(EXAMPLES / "lightning_cli.yaml")])
-    with warnings_ignored(*LIGHTNING_WARNINGS), caplog.at_level("INFO"):
+    with caplog.at_level("INFO"):
         runpy.run_path(str(program), run_name="__main__")
     (losses,) = re.findall(r"step 60: upscaled hidden=32 → hidden=128, .* loss ([\d.]+) → ([\d.]+)", caplog.text)
     assert float(losses[0]) == pytest.approx(float(losses[1]), abs=2e-6)  # float32, printed to six places
@@ -90,7 +67,6 @@ def test_lightning_cli(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_the_sweep_and_its_transfer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = output_of("sweep_and_transfer", capsys)
     rows = re.findall(r"^0\.\d+ +([\d.]+) +([\d.]+) +([\d.]+)$", text, flags=re.MULTILINE)

@@ -70,9 +70,6 @@ def test_the_library_in_ten_lines(page: Path):
     assert isinstance(names["optimizer"], torch.optim.AdamW)
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
-@pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers:UserWarning")
 @pytest.mark.usefixtures("in_an_empty_folder", "_modules_from_here")
 def test_a_model_of_ones_own_in_the_configuration_of_the_readme(capsys: pytest.CaptureFixture[str]):
     """As a new user does it: mine.py, the YAML with its two class_paths replaced, and `fit`."""
@@ -110,8 +107,6 @@ def test_a_loop_of_ones_own_as_the_page_shows_it():
     assert names["hints"].blocks["0.weight"] == {0: 32}
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
 @pytest.mark.usefixtures("in_an_empty_folder", "_modules_from_here")
 def test_the_module_and_the_configuration_of_the_guide_train(capsys: pytest.CaptureFixture[str]):
     Path("mine.py").write_text(block(OWN_MODEL, "python", "class Tagger"))
@@ -122,10 +117,6 @@ def test_the_module_and_the_configuration_of_the_guide_train(capsys: pytest.Capt
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*is set, but there is no last checkpoint available")
-@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
-@pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_the_guide_for_the_module_you_have(monkeypatch: pytest.MonkeyPatch):
     """All its Python, and its YAML with the module that it shows."""

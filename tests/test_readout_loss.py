@@ -20,9 +20,6 @@ from mupscale.readout_loss import ReadoutLoss, slopes_in_place
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TensorFloat32 tensor cores:UserWarning",  # float32 is compared without them
     "ignore:overflow encountered in multiply:RuntimeWarning",  # of Triton's interpreter; on a GPU it is an infinity
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-    "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning",
 )
 
 VOCABULARY = 37

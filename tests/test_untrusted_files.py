@@ -25,17 +25,12 @@ import yaml
 from command_line import refused, small
 from saved import save_mlp
 from synthetic_runs import CONFIG, write_run
-from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.commands.lab.run import result_of
 from mupscale.data_files import refuse_endless, yaml_of
 from mupscale.errors import UserError
 
-pytestmark = [
-    pytest.mark.filterwarnings(*LIGHTNING_WARNINGS),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
-    pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 BOMB = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]" for i in range(12)) + "\n"
 """Twelve lines that stand for 9¹¹ values."""

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from training_runs import TREESPEC_WARNING
 
 import mupscale
 from mupscale.callbacks import fast_loop, plain
@@ -38,8 +37,6 @@ from mupscale.models import base, checkpoint_files
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint_files import CheckpointFiles
 from mupscale.models.gpt2 import GPT2
-
-pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
 
 LOG_EVERY = 10
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)

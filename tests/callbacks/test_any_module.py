@@ -16,18 +16,12 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset
-from training_runs import LIGHTNING_WARNINGS
 
 from mupscale import AdditiveNoise
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.methods import LiGO
-
-pytestmark = [
-    *(pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-]
 
 GROWS_AT, BATCHES = 4, 14
 HIDDEN = {"hparams": {"hidden": 16}}
@@ -212,7 +206,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_grow_is_refused_before_the_first_step_with_the_remedy(case: str, tmp_path: Path) -> None:
     make, growth, settings, message = REFUSED[case]

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from tiny_modules import gpt2, mlp, rows
 from torch import nn
 from torch._dynamo.utils import counters
-from training_runs import TREESPEC_WARNING, quiet_trainer
+from training_runs import quiet_trainer
 
 from mupscale.callbacks import compile_ahead, upscale
 from mupscale.callbacks.compile_ahead import keep_one_of_each, start_compiling
@@ -20,10 +20,6 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2, GPT2Net
-
-pytestmark = pytest.mark.filterwarnings(
-    TREESPEC_WARNING, "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)
 
 
 def fit(module: Growable, folder: Path, steps: int, *callbacks: Callback) -> None:
@@ -53,8 +49,6 @@ class Compilations(Callback):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive  # the code generator takes a minute
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which dynamo reads
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which dynamo does
 def test_the_first_wide_step_finds_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)

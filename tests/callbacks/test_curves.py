@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_modules import mlp, rows
 from torch.utils.data import DataLoader
-from training_runs import TREESPEC_WARNING, quiet_trainer
+from training_runs import quiet_trainer
 
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.trial_metric import TrialMetric
@@ -19,8 +19,6 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
-
-pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
 
 
 class Losses(Callback):
@@ -66,7 +64,6 @@ class Masked(MLP):
         return loss if loss.item() < 1e6 else 0 * loss
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_run_whose_flops_cannot_be_counted_has_the_other_curves(tmp_path: Path) -> None:
     losses = Losses()
 

@@ -11,18 +11,12 @@ from lightning.pytorch import LightningDataModule, seed_everything
 from tiny_modules import ADAMW, rows
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from training_runs import TREESPEC_WARNING, Checkpoints, quiet_trainer
+from training_runs import Checkpoints, quiet_trainer
 
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings(TREESPEC_WARNING),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
 
 BATCHES = 4
 """Of eight rows each, in an epoch."""

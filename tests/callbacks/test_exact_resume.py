@@ -3,16 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric
-from training_runs import LIGHTNING_WARNINGS, Checkpoints, fit
+from training_runs import Checkpoints, fit
 
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.models.mlp import MLP
-
-pytestmark = [pytest.mark.filterwarnings(text) for text in LIGHTNING_WARNINGS]
 
 
 class Rows(Logger):

@@ -15,7 +15,6 @@ from loop_cases import CASES
 from observed_fits import Case, assert_equal, assert_same_run, fit, spy
 from tiers import slow_except
 from tiny_modules import SCHEDULES, mlp, rows
-from training_runs import LIGHTNING_WARNINGS
 
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
@@ -23,9 +22,7 @@ from mupscale.callbacks.fast_loop import FastLoop, LeanEpochLoop
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 
-pytestmark = pytest.mark.filterwarnings(
-    *LIGHTNING_WARNINGS, "ignore:Found `dataloader_iter` argument in the `training_step`:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`:UserWarning")
 
 
 FAST = (

@@ -25,7 +25,6 @@ from tiers import slow_except
 from tiny_modules import SCHEDULES, gpt2, mlp, resnet
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.callbacks import fast_loop, plain
 from mupscale.callbacks.curves import Curves
@@ -40,9 +39,7 @@ from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
 
-pytestmark = pytest.mark.filterwarnings(
-    *LIGHTNING_WARNINGS, "ignore:Found `dataloader_iter` argument in the `training_step`:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`:UserWarning")
 
 
 class StandIn:

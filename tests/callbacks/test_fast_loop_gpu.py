@@ -17,7 +17,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
-from training_runs import TREESPEC_WARNING
 
 import mupscale
 from mupscale.callbacks import fast_loop
@@ -34,8 +33,6 @@ from mupscale.models.resnet import ResNet18
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings(
-        TREESPEC_WARNING,
-        "ignore:The 'train_dataloader' does not have many workers",
         "ignore:This process .* is multi-threaded, use of fork",  # a DataLoader with workers
         "ignore:Synchronization debug mode is a prototype:UserWarning",
     ),

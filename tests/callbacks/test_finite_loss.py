@@ -8,15 +8,13 @@ import pytest
 import torch
 from tiny_modules import mlp
 from torch import Tensor
-from training_runs import TREESPEC_WARNING, fit
+from training_runs import fit
 
 from mupscale.callbacks import fast_loop
 from mupscale.callbacks.curves import Curves, NonFiniteLoss, first_bad
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import step_kind
-
-pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
 
 
 def test_the_first_bad_loss_is_found_with_its_place() -> None:

@@ -11,7 +11,7 @@ from tiers import slow_except
 from tiny_modules import ADAMW, SGD
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedules
-from training_runs import LIGHTNING_WARNINGS, fit, gap
+from training_runs import fit, gap
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -19,8 +19,6 @@ from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
 from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
 from mupscale.widening.groups import Source
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 GROWTH = (20, 24), (32, 40)
 

@@ -13,7 +13,6 @@ from logged import curves
 from programs import run_in_fork
 from run_ends import differences
 from torch.utils.data import DataLoader, TensorDataset
-from training_runs import LIGHTNING_WARNINGS
 
 from mupscale import AdditiveNoise
 from mupscale.callbacks.plain import run_settings
@@ -21,12 +20,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import load_checkpoint
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is set, but there is no last checkpoint available"),
-    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 
 STEPS, GROWS_AT = 24, 12
 

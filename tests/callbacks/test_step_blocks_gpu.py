@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from run_ends import differences, observed
 from tiny_modules import SCHEDULES, rows
-from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.fast_loop import FastLoop
@@ -21,7 +20,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)]
+pytestmark = pytest.mark.gpu
 
 
 class Hooked(Callback):

@@ -9,7 +9,7 @@ import torch
 from tiny_modules import ADAMW
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training_runs import LIGHTNING_WARNINGS, fit, gap
+from training_runs import fit, gap
 
 import mupscale
 from mupscale.callbacks.swap import RefusedSwap
@@ -18,8 +18,6 @@ from mupscale.checks.agreement import Agreement
 from mupscale.errors import UserError
 from mupscale.methods.noise import Noise
 from mupscale.models.base import Growable
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
 class Plain(Growable):

@@ -16,12 +16,10 @@ from tiers import slow_except
 from tiny_modules import ADAMW, MODELS, OPTIMIZERS, SCHEDULES, SGD, mlp
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from training_runs import LIGHTNING_WARNINGS, fit, gap, rates
+from training_runs import fit, gap, rates
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +112,6 @@ def test_the_trainer_does_what_it_does(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which dynamo reads
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which dynamo does
 @pytest.mark.parametrize("model", ["mlp", "gpt2"])
 def test_compiled(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []

@@ -15,7 +15,7 @@ from tiers import slow_except
 from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet, rows
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+from training_runs import Checkpoints, assert_identical, fit, gap, rates, state
 
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
@@ -24,9 +24,6 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import optimizer_names
 from mupscale.models.mlp import MLP
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
-
 
 RESUMABLE: dict[str, tuple[Callable[..., Growable], dict[str, Any], list[Callable[[], Callback]]]] = {
     "mlp": (partial(mlp, optimizer=ADAMW), {}, []),
@@ -136,9 +133,6 @@ def test_init_from_a_finished_base(tmp_path: Path) -> None:
     assert MLP.load_from_checkpoint(tmp_path / "step=12.ckpt").width == 8
 
 
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-@pytest.mark.filterwarnings("ignore:The .train_dataloader")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_checkpoints_on_another_machine_are_left_to_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module = mlp()

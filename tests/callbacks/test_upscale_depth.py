@@ -11,7 +11,7 @@ import torch
 from tiers import slow_except
 from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet
 from torch import nn
-from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+from training_runs import Checkpoints, assert_identical, fit, gap, rates, state
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -21,8 +21,6 @@ from mupscale.models.checkpoint import Size
 from mupscale.models.gpt2 import Block
 from mupscale.models.mlp import ResidualBlock
 from mupscale.models.resnet import BasicBlock
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 completep = partial(gpt2, layers=2, base_layers=2)
 Make = Callable[..., Growable]

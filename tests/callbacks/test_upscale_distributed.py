@@ -12,11 +12,11 @@ from paths import SUPPORT
 from programs import TORCHRUN, run_program
 from tiny_modules import ADAMW, mlp
 from torch import Tensor
-from training_runs import LIGHTNING_WARNINGS, Record, assert_identical, quiet_trainer
+from training_runs import Record, assert_identical, quiet_trainer
 
 from mupscale.callbacks.upscale import UpscaleCallback
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,6 @@ def test_on_two_processes_from_a_base(distributed: list[dict[Any, Any]]) -> None
         assert largest_difference(ddp[part], fsdp[part]) < 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_a_method_that_learns_on_two_processes(distributed: list[dict[Any, Any]], tmp_path: Path) -> None:
     """Each has its share of a batch, and all learn what one process learns of the whole one."""
     mine, other = (rank["ddp", "mlp", "learned"] for rank in distributed)

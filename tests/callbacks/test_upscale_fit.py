@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from tiers import slow_except
 from tiny_modules import MODELS, mlp, rows
 from torch.utils.data import DataLoader, TensorDataset, default_collate
-from training_runs import LIGHTNING_WARNINGS, assert_identical, fit, quiet_trainer, state
+from training_runs import assert_identical, fit, quiet_trainer, state
 
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
@@ -21,11 +21,6 @@ from mupscale.callbacks.swap import OwnBatches
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
-
-pytestmark = [
-    *(pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
 
 
 def learned(**settings: Any) -> mupscale.methods.LiGO:
@@ -111,7 +106,6 @@ class Data(LightningDataModule):
         return ResidentLoader(dataset, 8, shuffle=True, drop_last=True)
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize(("loader", "passed"), [(DataLoader, True), (ResidentLoader, False)])
 def test_loaders_of_any_kind(loader: Callable[..., Any], passed: bool, tmp_path: Path) -> None:
     def batches(method: Any) -> tuple[list[float], list[Any], torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 from tiny_modules import OPTIMIZERS, SCHEDULES, SGD, mlp, resnet
-from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+from training_runs import Checkpoints, assert_identical, fit, gap, rates, state
 
 import mupscale
 from mupscale.__main__ import main
@@ -18,8 +18,6 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.methods import Net2Net
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
 def gpt2(width: Any = 8, **kwargs: Any) -> GPT2:

@@ -10,14 +10,12 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from tiers import slow_except
 from tiny_modules import ADAMW, OPTIMIZERS, SCHEDULES, mlp
-from training_runs import LIGHTNING_WARNINGS, fit, gap, rates
+from training_runs import fit, gap, rates
 
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
 @pytest.mark.slow

@@ -12,14 +12,12 @@ import torch
 from lightning.pytorch import Callback
 from tiny_modules import SGD, gpt2, mlp, resnet
 from torch.optim import lr_scheduler as schedules
-from training_runs import LIGHTNING_WARNINGS, fit
+from training_runs import fit
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.base import Growable
 from mupscale.models.mlp import MLP
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
 def test_init_from_refuses_what_does_not_fit(tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ from tiers import slow_except
 from tiny_modules import ADAMW, OPTIMIZERS
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+from training_runs import Checkpoints, assert_identical, fit, gap, rates, state
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models.mlp import MLP
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
 class Net(nn.Module):

@@ -123,6 +123,7 @@ def test_composition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error")  # also of those of Lightning that other tests ignore, and commands do not show
 def test_saved_configuration_is_what_was_given(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(3, 16))
     main(["fit", "--config", config])

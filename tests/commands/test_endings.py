@@ -26,10 +26,7 @@ from mupscale.datamodules.covertype import Covertype
 from mupscale.models.checkpoint import non_finite_in
 from mupscale.models.mlp import MLP
 
-pytestmark = [
-    pytest.mark.usefixtures("in_an_empty_folder"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def ended(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]:
@@ -101,7 +98,6 @@ def test_sigterm_ends_with_143_and_says_how_to_go_on(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_a_run_that_is_stopped_waits_for_the_checkpoint_in_the_background(
     number: int, exit_code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -128,7 +124,6 @@ def test_a_run_that_is_asked_to_end_in_its_last_step_finishes(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
 @pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM], kept=[signal.SIGTERM]))
 def test_a_run_that_is_stopped_in_a_step_goes_on_from_there_and_a_second_signal_ends_it_at_once(
     number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -161,7 +156,6 @@ def assert_same(state: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
 @pytest.mark.parametrize(("moment", "saved"), [("parsing", None), ("set-up", 0), ("a batch", 8)])
 def test_ctrl_c_says_how_to_go_on(
     moment: str, saved: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -10,15 +10,9 @@ import pytest
 import torch
 from command_line import refused, small
 from tiers import slow_except
-from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.__main__ import main
 from mupscale.commands.mistakes import IN_TRAINING, TRACEBACK, line_about
-
-pytestmark = [
-    pytest.mark.filterwarnings(*LIGHTNING_WARNINGS),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
-]
 
 
 def raised(call: Callable[[], object]) -> Exception:
@@ -185,7 +179,7 @@ def test_an_unknown_activation_of_transformers(workshop: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_the_users_own_code_keeps_its_traceback(in_an_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("mine.py").write_text(
+    Path("failing.py").write_text(
         "import torch\n"
         "from mupscale.models.mlp import MLP\n"
         "class Mine(MLP):\n"
@@ -194,5 +188,5 @@ def test_the_users_own_code_keeps_its_traceback(in_an_empty_folder: None, monkey
     )
     monkeypatch.syspath_prepend(Path.cwd())
     with pytest.raises(RuntimeError) as caught:
-        main(["fit", "--config", small(Path("c.yaml")), "--model=mine.Mine"])
-    assert caught.traceback[-1].path.name == "mine.py"
+        main(["fit", "--config", small(Path("c.yaml")), "--model=failing.Mine"])
+    assert caught.traceback[-1].path.name == "failing.py"

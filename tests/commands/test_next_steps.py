@@ -11,10 +11,7 @@ from mupscale.commands import sweep as sweeps
 from mupscale.commands.next_steps import WITHOUT_A_LOG
 from mupscale.models.checkpoint import load_checkpoint
 
-pytestmark = [
-    pytest.mark.usefixtures("in_an_empty_folder"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 RUN = Path("runs/default/version_0")
 LAST = RUN / "checkpoints" / "last.ckpt"
 

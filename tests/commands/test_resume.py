@@ -374,7 +374,6 @@ POLICIES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key", "ignore:checkpoint.monitor")
-@pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.parametrize("name", slow_except(POLICIES, kept=["monitor", "nothing"]))
 def test_no_policy_loses_the_newest_checkpoint(tmp_path: Path, name: str) -> None:
     policy = POLICIES[name]
@@ -393,7 +392,6 @@ def test_no_policy_loses_the_newest_checkpoint(tmp_path: Path, name: str) -> Non
     assert names[0] == names[1]
 
 
-@pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_the_best_checkpoint_waits_for_a_metric_that_is_logged_at_some_steps_only(tmp_path: Path) -> None:
     path = config(tmp_path / "c.yaml")
     with pytest.warns(UserWarning, match=r"train/loss was not logged up to step 3; there are val/accuracy, val/loss\."):

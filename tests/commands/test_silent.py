@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 from command_line import refused, small, upscale
-from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.__main__ import main
 from mupscale.commands.continued import refuse_changes
 
-pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)]
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def of_workers(**arguments: int) -> dict:

@@ -13,15 +13,13 @@ from lightning.pytorch import Callback, Trainer
 from tiers import slow_except
 from tiny_modules import gpt2, mlp, resnet
 from torch import Tensor
-from training_runs import LIGHTNING_WARNINGS, fit_outside, state
+from training_runs import fit_outside, state
 
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.lab.stack_loop import StackedSteps, StackLoop, long_lived_objects, room_in_stack
 from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.methods.noise import AdditiveNoise
-
-pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
 
 BUILDERS: dict[str, tuple[Any, Any]] = {"mlp": (mlp, 24), "resnet": (resnet, 4), "gpt2": (gpt2, 24)}
 RATES = (0.003, 0.006, 0.012)

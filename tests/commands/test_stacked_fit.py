@@ -15,14 +15,12 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiny_modules import mlp
-from training_runs import LIGHTNING_WARNINGS, fit_outside
+from training_runs import fit_outside
 
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.commands.lab.stack_loop import StackLoop
 from mupscale.commands.lab.stacked_fit import ProcessState
 from mupscale.commands.process import Terminated, end_now, on_sigterm
-
-pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
 
 
 def drawn() -> tuple[float, float, float]:

@@ -280,7 +280,6 @@ def signalled(owner: Any, name: str, call: int, number: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
 def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = small(tmp_path / "c.yaml", upscale(8, 16), max_steps=14)
     options = ["--sweep", f"{LR}=0.01,0.02", "--seeds", "3,4"]

@@ -10,14 +10,8 @@ import pytest
 import torch
 from command_line import refused
 from saved import save_mlp
-from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.__main__ import main
-
-pytestmark = [
-    pytest.mark.filterwarnings(*LIGHTNING_WARNINGS),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
-]
 
 WIDEN = ["--width", "16", "--out", "wide.ckpt"]
 

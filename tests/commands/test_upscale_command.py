@@ -16,14 +16,6 @@ from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.checkpoint import Size
 from mupscale.models.mlp import MLP, ResidualBlock
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:You're using the WeightAveraging callback with a model that overrides:UserWarning"
-    ),
-]
-
 
 def data() -> ResidentLoader:
     generator = torch.Generator().manual_seed(0)

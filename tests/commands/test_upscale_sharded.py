@@ -24,12 +24,6 @@ from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, our_part
 from mupscale.models.mlp import MLP
 from mupscale.models.sharded import ShardedCheckpoint, ShardWriter
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
-]
-
 
 def saved(module: Growable, path: Path) -> Path:
     """A checkpoint of two steps, its schedule included."""

@@ -34,12 +34,9 @@ from mupscale.datamodules.cifar100 import (
 from mupscale.datamodules.resident import ResidentLoader, joint_batch
 from mupscale.errors import UserError
 
-pytestmark = [
-    # Lightning 2.6 itself, on torch 2.13
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-    # torchvision, on Python 3.12
-    pytest.mark.filterwarnings("ignore:Python 3.14 will, by default, filter extracted tar archives:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(  # torchvision, on Python 3.12
+    "ignore:Python 3.14 will, by default, filter extracted tar archives:DeprecationWarning"
+)
 
 TRAIN, TEST, BATCH = 70, 20, 16  # four whole batches and six images over
 Arrays = dict[str, np.ndarray]

@@ -15,9 +15,6 @@ from mupscale.datamodules import covertype
 from mupscale.datamodules.covertype import SAMPLE, Covertype, stratified
 from mupscale.errors import UserError
 
-# Lightning 2.6 itself, on torch 2.13
-pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
-
 
 @pytest.fixture(scope="module")
 def sample() -> tuple[np.ndarray, np.ndarray]:

@@ -17,9 +17,6 @@ from mupscale.datamodules.covertype import Covertype
 from mupscale.datamodules.fineweb import FineWeb
 from mupscale.datamodules.resident import ResidentLoader
 
-# Lightning 2.6 itself, on torch 2.13
-pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
-
 Make = Callable[..., LightningDataModule]
 
 

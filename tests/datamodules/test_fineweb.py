@@ -16,9 +16,6 @@ from mupscale.datamodules.fineweb import JARGON, FineWeb, WindowLoader
 from mupscale.datamodules.token_writer import TokenWriter
 from mupscale.errors import UserError
 
-# Lightning 2.6 itself, on torch 2.13
-pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
-
 CONTEXT, BATCH = 7, 4
 TOKENS = {"train": 211, "val": 100}  # 30 windows of seven targets each, and 14 with one token over
 CPU = torch.device("cpu")

@@ -16,9 +16,6 @@ from training_runs import quiet_trainer
 
 from mupscale.datamodules.resident import ResidentLoader, joint_batch
 
-# Lightning 2.6 itself, on torch 2.13
-pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
-
 ROWS, BATCH = 26, 4  # six whole batches and two rows over
 
 

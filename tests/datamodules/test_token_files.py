@@ -27,9 +27,6 @@ from mupscale.datamodules.token_writer import TOKEN
 from mupscale.datamodules.windows import MappedWindows, RandomStarts, ResidentWindows, WindowLoader
 from mupscale.errors import UserError
 
-# Lightning 2.6 itself, on torch 2.13
-pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
-
 CONTEXT, BATCH, VOCABULARY = 16, 8, 300
 CPU = torch.device("cpu")
 

@@ -11,15 +11,13 @@ from mup_optimizers import MuAdamW
 from tiny_modules import gpt2, mlp, resnet
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training_runs import LIGHTNING_WARNINGS, Checkpoints, fit, state
+from training_runs import Checkpoints, fit, state
 
 import mupscale
 from mupscale.errors import UserError
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import Size, load_checkpoint
 from mupscale.models.resnet import BasicBlock
-
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
 class Residual(nn.Module):

@@ -18,11 +18,6 @@ import mupscale
 from mupscale.errors import UserError
 from mupscale.models.gpt2 import GELU, GPT2, Head
 
-pytestmark = pytest.mark.filterwarnings(  # of torch's compiler about itself
-    "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning",
-)
-
 VOCABULARY, CONTEXT = 37, 12
 
 

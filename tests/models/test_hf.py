@@ -12,7 +12,7 @@ import yaml
 from command_line import refused
 from tiers import slow_except
 from tiny_modules import ADAMW, rows
-from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+from training_runs import Checkpoints, assert_identical, fit, gap, rates, state
 
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
@@ -25,8 +25,6 @@ from mupscale.hf.causal_lm import config_of, save
 from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.checkpoint import Size, load_checkpoint
 from mupscale.models.hf import CausalLMNet, HFCausalLM
-
-pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
 
 SMALL = {"vocab_size": 11, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {

@@ -20,17 +20,6 @@ from mupscale.models.checkpoint import optimizer_names
 BATCHES = 10
 """Batches of an epoch."""
 
-TREESPEC_WARNING = "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
-"""A filter for a warning that Lightning causes itself."""
-
-LIGHTNING_WARNINGS = (
-    TREESPEC_WARNING,
-    "ignore:You're using the WeightAveraging callback with a model that overrides:UserWarning",
-    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint:UserWarning",
-    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
-)
-"""Filters for warnings of Lightning that do not matter in tests of callbacks."""
-
 
 class Record(Callback):
     """The loss of every batch and the step after it."""
