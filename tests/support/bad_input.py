@@ -28,20 +28,6 @@ REMEDY = re.compile(
 """Every message says what to do, or what there is to choose from."""
 
 
-def registry() -> tuple[Cases, Callable[..., Any]]:
-    """An empty collection, and a decorator that adds a function to it: `@bad(*fragments)`."""
-    cases: Cases = {}
-
-    def bad(*fragments: str) -> Callable[..., Any]:
-        def register(build: Callable[[], Input]) -> Callable[[], Input]:
-            cases[build.__name__] = build, fragments
-            return build
-
-        return register
-
-    return cases, bad
-
-
 def assert_refused(build: Callable[[], Input], fragments: tuple[str, ...]) -> None:
     """`upscale` raises a ValueError with these fragments and a remedy, and changes nothing."""
     torch.manual_seed(0)

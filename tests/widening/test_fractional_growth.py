@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import Case, ConvNet, Llama, Recurrent, cross_entropy, rotate
-from bad_input import Input, assert_refused, linear, registry
+from bad_input import Cases, Input, assert_refused, linear
 from mup_optimizers import MuAdamW
 from nets import OPTIMIZERS, features, mlp, mup, train
 from tiers import slow_except
@@ -348,57 +348,28 @@ def test_verify_finds_a_norm_that_no_module_shows():
 
 # --- what is refused
 
-BAD, bad = registry()
-
-
-def normed(norm: Callable[[int], nn.Module], narrow: int = 4, wide: int = 6) -> Input:
-    return Normed(narrow, norm), Normed(wide, norm), {}
-
-
 WEIGHS = "normalises over a width that grows by 3/2 (4 → 6)", "weigh 2 / 1 times", "by a whole factor, such as to 8"
 
 
-@bad("module 'norm' (LayerNorm)", *WEIGHS)
-def layer_norm() -> Input:
-    return normed(nn.LayerNorm)
+def normed(norm: Callable[[int], nn.Module]) -> Callable[[], Input]:
+    return lambda: (Normed(4, norm), Normed(6, norm), {})
 
 
-@bad("module 'norm' (GroupNorm)", *WEIGHS)
-def group_norm_whose_groups_grow_by_a_fraction() -> Input:
-    return normed(partial(nn.GroupNorm, 1))
-
-
-@bad("module 'layers.0.norm_1' (RMSNorm)", "grows by 3/2 (16 → 24)", "Grow this width by a whole factor")
-def norm_of_another_library() -> Input:
-    return Llama((4, 2, 12)), Llama((6, 3, 18)), {}
-
-
-@bad("module 'blocks.0.ln_1' (LayerNorm)", "grows by 3/2 (16 → 24)", "such as to 32")
 def the_stream_of_a_transformer() -> Input:
     models = [mupscale.set_base_shapes(gpt2((n, n, 64)), gpt2((8, 8, 32)), gpt2((12, 12, 64))) for n in (16, 24)]
     return models[0], models[1], {}
 
 
-@bad("module 'blocks.0.attention' (CausalAttention) keeps its 2 heads", "grows by 3/2", "Grow the number of heads")
 def larger_heads() -> Input:
-    models = [
-        GPT2Net(8, layers=1, heads=2, vocabulary=5, context=4, tied=False, attention_width=width) for width in (8, 12)
-    ]
-    return models[0], models[1], {}
+    shape: Any = {"layers": 1, "heads": 2, "vocabulary": 5, "context": 4, "tied": False}
+    return GPT2Net(8, attention_width=8, **shape), GPT2Net(8, attention_width=12, **shape), {}
 
 
-@bad("readout 'embed.weight' (30, 4) → (30, 6) is tied to an embedding", "Untie the two", "by a whole factor")
-def embedding_tied_to_a_readout() -> Input:
-    return mup(Bag, 4, base=2), mup(Bag, 6, base=2), {}
-
-
-@bad("parameter '0.weight' needs a learning rate for each entry", "Muon", "give it to AdamW")
 def muon() -> Input:
     narrow, wide = (nn.Sequential(nn.Linear(4, n, bias=False), nn.Linear(n, 3, bias=False)) for n in (4, 6))
     return narrow, wide, {"narrow_opt": torch.optim.Muon(narrow.parameters())}
 
 
-@bad("'table' (6,) → (10,)", "does not grow by a whole factor (10 / 6)", "no parameter has units that grow so")
 def buffer_that_is_no_width() -> Input:
     models = linear(4, 6)
     for model, size in zip(models, (6, 10), strict=True):
@@ -406,9 +377,30 @@ def buffer_that_is_no_width() -> Input:
     return *models, {}
 
 
-@bad("'0.weight' (6, 4) → (4, 4)", "axis 0 is narrower", "swap the models?")
-def narrower() -> Input:
-    return *linear(6, 4), {}
+BAD: Cases = {
+    "LayerNorm": (normed(nn.LayerNorm), ("module 'norm' (LayerNorm)", *WEIGHS)),
+    "GroupNorm": (normed(partial(nn.GroupNorm, 1)), ("module 'norm' (GroupNorm)", *WEIGHS)),
+    "a norm of another library": (
+        lambda: (Llama((4, 2, 12)), Llama((6, 3, 18)), {}),
+        ("module 'layers.0.norm_1' (RMSNorm)", "grows by 3/2 (16 → 24)", "Grow this width by a whole factor"),
+    ),
+    "the stream": (
+        the_stream_of_a_transformer, ("module 'blocks.0.ln_1' (LayerNorm)", "grows by 3/2 (16 → 24)", "such as to 32"),
+    ),
+    "larger heads": (
+        larger_heads,
+        ("module 'blocks.0.attention' (CausalAttention) keeps its 2 heads", "grows by 3/2", "Grow the number of heads"),
+    ),
+    "an embedding tied to a readout": (
+        lambda: (mup(Bag, 4, base=2), mup(Bag, 6, base=2), {}),
+        ("readout 'embed.weight' (30, 4) → (30, 6) is tied to an embedding", "Untie the two", "by a whole factor"),
+    ),
+    "Muon": (muon, ("parameter '0.weight' needs a learning rate for each entry", "Muon", "give it to AdamW")),
+    "a buffer": (
+        buffer_that_is_no_width,
+        ("'table' (6,) → (10,)", "does not grow by a whole factor (10 / 6)", "no parameter has units that grow so"),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
