@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,14 +77,8 @@ class _Tolerance(NamedTuple):
 
 _IN_FLOAT64 = _Tolerance(1e-9, 1e-7, 1e-6)
 _WITHOUT_FLOAT64 = _Tolerance(1e-5, 1e-4, 1e-2)
-_LEAST_IN_FLOAT32 = 1e-6
 _ROUNDED = 1e-13
 """The share of the largest gradient below which another one is rounding."""
-_RANDOM_IN_TRAINING = (
-    "in training mode the model draws random numbers outside of dropout layers, and the wide model draws others"
-)
-_ROUNDINGS = 10
-"""How many times the narrow model's own rounding is allowed in float32."""
 
 
 class _Pass(NamedTuple):
@@ -118,7 +112,7 @@ def check_agreement(narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call) 
     if reason is not None:
         return Agreement(None, reason=reason)
     failure: Exception | None = None
-    with generators_kept(), torch.inference_mode(False), torch.enable_grad(), _full_precision():
+    with _undisturbed():
         for dtype in _precisions(narrow, wide):
             try:
                 return _Check(narrow, wide, plan, call, dtype).agreement()
@@ -139,26 +133,29 @@ def gradients_after(
     narrow: nn.Module, wide: nn.Module, plan: Plan, method: GrowthMethod, call: Call, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The gradients that the wide model has just after a method has grown it; computed with copies."""
-    with generators_kept(), torch.inference_mode(False), torch.enable_grad(), _full_precision():
-        before = copy_to_compare("upscale: narrow", narrow, dtype, perturbed=False)
-        after = copy_to_compare("upscale: wide", wide, dtype, perturbed=False)
-        grow(before, after, hints=plan, method=method)
+    with _undisturbed():
+        _, after = _grown_copies(narrow, wide, plan, dtype, method)
         _, result = watched(after, call, dtype=dtype)
         return named_gradients(after, weighted_sum(floats_of(result)))
 
 
 def change_of_outputs(narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call, dtype: torch.dtype) -> float:
     """By how much outputs change when copies grow by a plan that does not keep them: relative root mean square."""
-    with generators_kept(), torch.inference_mode(False), torch.no_grad(), _full_precision():
-        before = copy_to_compare("upscale: narrow", narrow, dtype, perturbed=False)
-        after = copy_to_compare("upscale: wide", wide, dtype, perturbed=False)
-        _, first = watched(before, call, dtype=dtype)
-        grow(before, after, hints=plan)
-        _, second = watched(after, call, dtype=dtype)
+    with _undisturbed(), torch.no_grad():
+        (_, first), (_, second) = (watched(x, call, dtype=dtype) for x in _grown_copies(narrow, wide, plan, dtype))
     both = zip(floats_of(first), floats_of(second), strict=False)
     pairs = [(a.double(), b.double()) for a, b in both if a.shape == b.shape]
     difference = sum(float((b - a).square().sum()) for a, b in pairs)
     return math.sqrt(difference / max(sum(float(a.square().sum()) for a, _ in pairs), 1e-300))
+
+
+def _grown_copies(
+    narrow: nn.Module, wide: nn.Module, plan: Plan, dtype: torch.dtype, method: GrowthMethod | None = None
+) -> tuple[nn.Module, nn.Module]:
+    before = copy_to_compare("upscale: narrow", narrow, dtype, perturbed=False)
+    after = copy_to_compare("upscale: wide", wide, dtype, perturbed=False)
+    grow(before, after, hints=plan, method=method)
+    return before, after
 
 
 def _why_not_checked(narrow: nn.Module, wide: nn.Module) -> str | None:
@@ -188,13 +185,17 @@ def _precisions(narrow: nn.Module, wide: nn.Module) -> Iterator[torch.dtype]:
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
-    """Matrix products without TF32, and no autocast."""
+def _undisturbed() -> Iterator[None]:
+    """As if outside of the caller's modes: with gradients, without TF32 and autocast; generators stay as they are."""
     before = torch.get_float32_matmul_precision()
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(torch.backends.cudnn.flags(allow_tf32=False))
+    with (
+        generators_kept(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.backends.cudnn.flags(allow_tf32=False),
+    ):
         torch.set_float32_matmul_precision("highest")
         try:
             yield
@@ -293,19 +294,13 @@ class _Check:
             raise
         except Exception:  # an operation may not exist in float64
             return _WITHOUT_FLOAT64
-        of_outputs = max(
-            (_error(low.double(), high.detach()) for low, high in zip(self.reference.outputs, outputs, strict=True)),
-            default=0.0,
-        )
-        largest = _largest(gradients)
-        of_gradients = max(
-            (
-                relative_error(self.reference.gradients[name].to(high), high, max(size_of(high), 1e-2 * largest))
-                for name, high in gradients.items()
-            ),
-            default=0.0,
-        )
-        rounding = [max(_ROUNDINGS * each, _LEAST_IN_FLOAT32) for each in (of_outputs, of_gradients)]
+        pairs = zip(self.reference.outputs, outputs, strict=True)
+        of_outputs = [_error(low.double(), high.detach()) for low, high in pairs]
+        least, of_gradients = 1e-2 * _largest(gradients), []
+        for name, high in gradients.items():
+            low = self.reference.gradients[name].to(high)
+            of_gradients.append(relative_error(low, high, max(size_of(high), least)))
+        rounding = [10 * max([1e-7, *errors]) for errors in (of_outputs, of_gradients)]
         return _Tolerance(rounding[0], rounding[1], 1e-2)
 
     def _compare(self, reference: _Pass) -> tuple[float, float]:
@@ -405,7 +400,9 @@ class _Check:
             except _Differs:
                 if _are_equal(outputs, again):
                     raise
-                return (_RANDOM_IN_TRAINING,)
+                return (
+                    "in training mode the model draws random numbers outside of dropout layers, the wide one others",
+                )
             return self._unlike_statistics(statistics)
 
     def _dropout(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mupscale.checks.comparison import worst_of
 from mupscale.checks.forward_pass import named_gradients
 from mupscale.checks.recording import buffers_kept, float64_copy, map_leaves, to_float64
 from mupscale.checks.verify import WARM_UP
@@ -41,11 +42,8 @@ class ClaimCheck:
 
     def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
         """The check in a line that begins with `title`; for a terminal of `columns`."""
-        parts = []
-        for name, claimed, deviation in zip(
-            ("function", "training"), self.claim, (self.static, self.dynamic), strict=True
-        ):
-            parts.append(f"{name} {'preserved' if claimed else 'not preserved'} (deviation {deviation:.1e})")
+        rows = zip(("function", "training"), self.claim, (self.static, self.dynamic), strict=True)
+        parts = [f"{name} {'not ' * (not kept)}preserved (deviation {found:.1e})" for name, kept, found in rows]
         line = f"{title}{self.method}: {', '.join(parts)}: {'confirmed' if self.holds else 'REFUTED'}"
         return "\n".join(paint(part, "good" if self.holds else "bad") for part in folded([line], columns))
 
@@ -100,23 +98,19 @@ def check_claim(
     report = grow(narrow, wide, before, method=method, hints=hints)
     after = report.optimizer
     assert isinstance(after, Optimizer)
-    static = max(_deviation(_value(wide, batch, loss), _value(narrow, batch, loss)) for batch in batches)
+    static = dynamic = 0.0
+    for batch in batches:
+        with torch.no_grad(), buffers_kept(narrow), buffers_kept(wide):
+            static = worst_of(static, _deviation(float(loss(wide, batch)), float(loss(narrow, batch))))
     with buffers_kept(wide):
         gradients = named_gradients(wide, loss(wide, batches[0]))
     claim = method.claim_measured(report.plan, narrow, [before], gradients)
     if report.plan.layers:  # new layers learn, which no narrow run does
         claim = Claim(claim.function and report.plan.keeps_function, False)
-    dynamic = 0.0
     for step in range(steps):
         batch = batches[(WARM_UP + step) % len(batches)]
-        dynamic = max(dynamic, _deviation(_step(wide, after, batch, loss), _step(narrow, before, batch, loss)))
+        dynamic = worst_of(dynamic, _deviation(_step(wide, after, batch, loss), _step(narrow, before, batch, loss)))
     return ClaimCheck(type(method).__name__, claim, static, dynamic)
-
-
-@torch.no_grad()
-def _value(model: nn.Module, batch: Any, loss: Loss) -> float:
-    with buffers_kept(model):
-        return float(loss(model, batch))
 
 
 def _step(model: nn.Module, optimizer: Optimizer, batch: Any, loss: Loss) -> float:

@@ -132,13 +132,11 @@ class Comparison:
         for name, source in narrow.named_parameters():
             wanted = torch.empty_like(targets[name])
             widen_(wanted, source.detach(), self.plan.parameters[name])
-            drift = relative_error(targets[name].detach(), wanted, float(wanted.abs().max()) if wanted.numel() else 0.0)
+            drift = relative_error(targets[name].detach(), wanted, _largest(wanted))
             self.weight_drift = worst_of(self.weight_drift, drift)
             if not drift <= self.tolerance * GRADIENT_MULTIPLE:
-                self.blame(
-                    name.rpartition(".")[0],
-                    f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,",
-                )
+                what = f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,"
+                self.blame(name.rpartition(".")[0], what)
 
     def buffers(self, narrow: nn.Module, wide: nn.Module) -> None:
         """Statistics of activations with another scale would show only in evaluation."""
@@ -159,7 +157,7 @@ class Comparison:
             if before.shape != after.shape:
                 continue
             if is_inexact(before):
-                drifts[name] = relative_error(after, before, float(before.abs().max()) if before.numel() else 0.0)
+                drifts[name] = relative_error(after, before, _largest(before))
             else:
                 drifts[name] = 0.0 if torch.equal(before, after) else math.inf
         return drifts
@@ -206,11 +204,8 @@ class Comparison:
             by_scale = worst_of(error, abs(ratio - 1))
             if made_by is not None and made_by.is_outermost and (not made_by.name or a.shape == b.shape):
                 error = by_scale
-            drift, unscaled, scale = (
-                worst_of(drift, by_scale),
-                worst_of(unscaled, error),
-                scale if ratio == 1 else ratio,
-            )
+            drift, unscaled = worst_of(drift, by_scale), worst_of(unscaled, error)
+            scale = scale if ratio == 1 else ratio
         return drift, unscaled, scale
 
     def _compared(self, key: Any, narrow: Tensor, wide: Tensor) -> tuple[float, float]:
@@ -221,7 +216,7 @@ class Comparison:
         """
         if narrow.ndim != wide.ndim:
             return math.inf, 1.0
-        size = float(narrow.abs().max()) if narrow.numel() else 0.0
+        size = _largest(narrow)
 
         def error_of(found: Match) -> float:
             return relative_error(wide, duplicate(narrow, found.layouts) * found.ratio, size * found.ratio)
@@ -277,6 +272,10 @@ def gradient_errors(
         is_known = nan_agrees or bool(after.isfinite().all())
         errors[name] = relative_error(after, wanted, size) if is_known else math.inf
     return errors
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def size_of(tensor: Tensor) -> float:

@@ -148,19 +148,17 @@ def buffers_kept(model: nn.Module) -> Iterator[list[str]]:
 def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores buffers and attributes of modules at the end, with the values of tensors, lists and dicts in them."""
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    copies: list[tuple[Any, Any]] = []
     for module in modules:
-        others = attributes_of(module)
-        for owner, values in ((vars(module), others), (vars(module)["_buffers"], dict(vars(module)["_buffers"]))):
-            held.append((owner, values))
-            copies += [(value, _copied(value)) for value in values.values() if type(value) in (Tensor, list, dict)]
+        held += [(vars(module), attributes_of(module)), (vars(module)["_buffers"], dict(vars(module)["_buffers"]))]
+    values = [value for _, before in held for value in before.values() if type(value) in (Tensor, list, dict)]
+    copies = [(value, value.clone() if isinstance(value, Tensor) else value.copy()) for value in values]
     try:
         yield
     finally:
-        for owner, values in held:
-            for name in [name for name in owner if name not in values and name not in _OF_TORCH]:
+        for owner, before in held:
+            for name in [name for name in owner if name not in before and name not in _OF_TORCH]:
                 del owner[name]  # it was not there before
-            owner.update(values)
+            owner.update(before)
         with torch.no_grad():
             for value, copy in copies:
                 _restore_(value, copy)
@@ -172,10 +170,6 @@ _OF_TORCH = "_parameters", "_buffers", "_modules"
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are no parameters, buffers or modules."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value.copy()
 
 
 def _restore_(value: Any, copy: Any) -> None:

@@ -33,10 +33,8 @@ from mupscale.widening.plan_text import Plan
 TOLERANCE = 1e-8
 """Relative drift of activations in float64."""
 
-
 TOLERANCE_FLOAT32 = 1e-4
-"""The same for models that compute in float32 inside, whatever their weights: the loss is then held to 1e-6."""
-
+"""The same for models that compute in float32 inside, whatever their weights."""
 
 _REMEDY = "mupscale.discover looks for a plan with which the models agree, where there is one: give it as hints"
 
@@ -204,12 +202,9 @@ def _verify(
     narrow, wide = copied("verify: narrow", narrow), copied("verify: wide", wide)
     for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
         twin.training = module.training
-    made = make_optimizer(list(narrow.parameters()))
-    narrow_opts = as_list(made)
+    narrow_opts = as_list(make_optimizer(list(narrow.parameters())))
     if tolerance is None:
-        rounds = computes_in_float32(narrow, batches[0], loss) or any(
-            steps_in_float32(optimizer) for optimizer in narrow_opts
-        )
+        rounds = computes_in_float32(narrow, batches[0], loss) or any(map(steps_in_float32, narrow_opts))
         tolerance = TOLERANCE_FLOAT32 if rounds else TOLERANCE
     for step in range(WARM_UP):
         _backward(narrow, batches[step % len(batches)], loss, step)
@@ -296,14 +291,9 @@ def _vanishing(model: nn.Module) -> dict[str, Tensor]:
     Some gradients vanish by symmetry: that of a key's bias, or of a bias before BatchNorm. An optimizer that normalises
     would turn their rounding noise into real steps of random sign, in directions that do not matter.
     """
-    gradients = {
-        name: p.grad
-        for name, p in model.named_parameters()
-        if p.grad is not None and not p.grad.is_sparse and p.numel()
-    }
-    if not gradients:
-        return {}
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    found = {name: p.grad for name, p in model.named_parameters() if p.numel()}
+    gradients = {name: gradient for name, gradient in found.items() if gradient is not None and not gradient.is_sparse}
+    largest = max((float(gradient.abs().max()) for gradient in gradients.values()), default=0.0)
     return {name: gradient.abs() < 1e-11 * largest for name, gradient in gradients.items()}
 
 

@@ -24,7 +24,6 @@ _STATE_HEADS = (
 )
 _SMALL_HEADS = (8, 10, 12, 16, 20, 24, 32, 40, 64)
 _VOCABULARIES = (61, 67, 71, 73, 79, 83, 89, 97)  # primes: no size is equal to them, nor any multiple of one
-_POSITIONS = 50
 _LAYERS = 2
 DEPTH = re.compile(
     r"(.*_)?n(um)?_(hidden_|decoder_|encoder_|conv_)?layers?|(.*_)?(encoder|decoder)_layers"
@@ -33,15 +32,17 @@ DEPTH = re.compile(
 _STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
 LAYER_NUMBERS = re.compile(r".*(indexes|indices|idxs|layer_ids)|(mlp_only|moe|cross_attention|kv_source)_layers")
 _TOKEN = re.compile(r"(.*_)?token_(ids?|index)|.*_(bos|eos|pad)_id|(begin_)?suppress_tokens|(tag|subs)_pad_id")
-_LENGTH = re.compile(
-    r"max_position_embeddings|(.*_)?max_.*position.*|n_positions|n_ctx|max_seq_len|max_(source|target)_.*"
-)
-_WINDOW = re.compile(r"(.*_)?sliding_windows?(_size)?|attention_window(_size)?|(.*_)?chunk_size|(.*_)?local_attention")
+_CAPS = {
+    r"(.*_)?max_.*position.*|n_positions|n_ctx|max_seq_len|max_(source|target)_.*": 50,
+    r"(.*_)?sliding_windows?(_size)?|attention_window(_size)?|(.*_)?chunk_size|(.*_)?local_attention": 4,
+    r"block_multiple_of|ffn_round_up_to_multiple_of": 8,
+    r"(.*_)?(ssm_)?state_size|(mamba_)?d_state": 4,
+}
+"""The largest values of lengths, windows, multiples and states."""
 _EXPERTS = re.compile(r"(.*_)?num_(local_)?experts|n_routed_experts|(.*_)?n_experts")
 _PER_TOKEN = re.compile(r"(.*_)?(num_experts_per_tok(en)?|moe_topk|moe_k|top_?k(_experts)?|moe_top_k|router_topk)")
-_STATE = re.compile(r"(.*_)?(ssm_)?state_size|(mamba_)?d_state|mamba_d_state")
 _RANK = re.compile(r"(?!time_step_|mamba_dt_)(.*_)?rank")
-_LATENT_HEADS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT_HEADS = ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
 
 
 def shrunken(config: PretrainedConfig, *, keep_layers: bool = False) -> PretrainedConfig:
@@ -60,11 +61,15 @@ def shrunken(config: PretrainedConfig, *, keep_layers: bool = False) -> Pretrain
         _shrink_heads(part, sizes)
     for _, part in parts(small):
         _shrink_widths(part, sizes)
-        _shrink_ranks(part, sizes)
+        for name, value in list(fields_of(part)):
+            if _RANK.fullmatch(name) and is_size(value) and value > 8:
+                setattr(part, name, sizes.new(value))
         if not keep_layers:
             _shrink_layers(part)
         _shrink_experts(part)
-        _shrink_lengths(part)
+        for pattern, most in _CAPS.items():
+            _cap(part, pattern, most)
+        _shrink_image(part)
     _shrink_vocabulary(small)
     return small
 
@@ -90,18 +95,24 @@ class _Sizes:
         return self.hold(size, min(candidate, size))
 
 
+def _cap(part: PretrainedConfig, pattern: str, most: int) -> None:
+    """Lowers the fields that match to at most a number; of lists, each entry."""
+    for name, value in list(fields_of(part)):
+        if re.fullmatch(pattern, name):
+            if isinstance(value, list):
+                setattr(part, name, [min(entry, most) if is_size(entry) else entry for entry in value])
+            elif is_size(value):
+                setattr(part, name, min(value, most))
+
+
 def _first(values: dict[str, Any], names: Iterable[str]) -> str | None:
     return next((name for name in names if is_size(values.get(name))), None)
 
 
 def _attention_heads(part: PretrainedConfig) -> dict[str, int]:
     """Numbers of heads of attention: whole numbers, those of state-space and linear layers left out."""
-    other = re.compile(r".*(mamba|linear|groups).*")
-    return {
-        name: value
-        for name, value in fields_of(part)
-        if is_size(value) and kind_of(name, value) == "heads" and not other.fullmatch(name)
-    }
+    heads = {name: value for name, value in fields_of(part) if is_size(value) and kind_of(name, value) == "heads"}
+    return {name: value for name, value in heads.items() if not re.search("mamba|linear|groups", name)}
 
 
 def _base(ratios: list[int], common: int) -> int:
@@ -158,17 +169,15 @@ def _shrink_latent_heads(part: PretrainedConfig) -> None:
         after["v_head_dim"] = 12
     if before["qk_rope_head_dim"] == before["qk_nope_head_dim"]:
         after["qk_rope_head_dim"] = 8
+    small = {before[name]: after[name] for name in _LATENT_HEADS}
+    small[before["qk_nope_head_dim"] + before["qk_rope_head_dim"]] = (
+        after["qk_nope_head_dim"] + after["qk_rope_head_dim"]
+    )
+    for name in ("qk_head_dim", "head_dim"):
+        if vars(part).get(name) in small:
+            setattr(part, name, small[vars(part)[name]])
     for name, size in after.items():
         setattr(part, name, size)
-    whole = before["qk_nope_head_dim"] + before["qk_rope_head_dim"]
-    for name in ("qk_head_dim", "head_dim"):
-        value: Any = vars(part).get(name)
-        if value == whole:
-            setattr(part, name, after["qk_nope_head_dim"] + after["qk_rope_head_dim"])
-        elif value in before.values():
-            setattr(part, name, next(after[other] for other in _LATENT_HEADS[::-1] if before[other] == value))
-            if value == before["qk_rope_head_dim"]:
-                setattr(part, name, after["qk_rope_head_dim"])
 
 
 def _rope_tables(part: PretrainedConfig) -> Iterator[dict[str, Any]]:
@@ -239,9 +248,7 @@ def _shrink_widths(part: PretrainedConfig, sizes: _Sizes) -> None:
         _shrink_state_heads(part, heads, head_size, before, after)
     if "state_size" in values and "head_dim" in values and before:  # Mamba 2 has no attention
         _shrink_state_heads(part, "num_heads", "head_dim", before, after)
-    for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"):
-        if is_size(values.get(name)):
-            setattr(part, name, 8)
+    _cap(part, "linear_(key_|value_)?head_dim", 8)
     linear = {n: v for n, v in fields_of(part) if re.fullmatch(r"linear_num_.*heads", n) and is_size(v)}
     common = math.gcd(*linear.values()) if linear else 1
     for name, value in linear.items():
@@ -270,38 +277,23 @@ def _shrink_state_heads(part: PretrainedConfig, heads: str, head_size: str, befo
         setattr(part, heads, inner // before * after // 8)
     elif not inner:
         setattr(part, heads, min(values[heads], 2))
-    for groups in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
-        if is_size(values.get(groups)):
-            setattr(part, groups, min(values[groups], 2))
+    _cap(part, "n_groups|mamba_n_?groups", 2)
 
 
 def _shrink_stages(part: PretrainedConfig, widths: dict[str, Any]) -> None:
     """Widths by stage keep their ratios, numbers of heads by stage as well."""
     heads = {n: v for n, v in fields_of(part) if kind_of(n, v) == "heads"}
-    flat = [size for value in widths.values() for size in (value if isinstance(value, list | tuple) else [value])]
-    common = math.gcd(*(size for size in flat if is_size(size)))
-    counts = [size for value in heads.values() for size in (value if isinstance(value, list | tuple) else [value])]
-    heads_common = math.gcd(*(size for size in counts if is_size(size)))
-    for name, value in widths.items():
-        setattr(part, name, _scaled(value, common, 8 if common > 8 else common))
-    for name, value in heads.items():
-        setattr(part, name, _scaled(value, heads_common, 1))
+    for sizes, most in ((widths, 8), (heads, 1)):
+        flat = [size for value in sizes.values() for size in (value if isinstance(value, list | tuple) else [value])]
+        common = math.gcd(*(size for size in flat if is_size(size)))
+        for name, value in sizes.items():
+            setattr(part, name, _scaled(value, common, min(common, most)))
 
 
 def _scaled(value: Any, common: int, unit: int) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_scaled(entry, common, unit) for entry in value)
     return value // common * unit if is_size(value) else value
-
-
-def _shrink_ranks(part: PretrainedConfig, sizes: _Sizes) -> None:
-    for name, value in list(fields_of(part)):
-        if not is_size(value):
-            continue
-        if _RANK.fullmatch(name) and value > 8:
-            setattr(part, name, sizes.new(value))
-        elif _STATE.fullmatch(name):
-            setattr(part, name, min(value, 4))
 
 
 def _shrink_layers(part: PretrainedConfig) -> None:
@@ -332,9 +324,7 @@ def _shrink_layers(part: PretrainedConfig) -> None:
             setattr(part, name, type(value)(min(entry, 2) for entry in value))
         elif LAYER_NUMBERS.fullmatch(name) and all(isinstance(entry, int) for entry in value) and main is not None:
             setattr(part, name, type(value)([entry for entry in value if entry < kept] or [kept - 1]))
-    for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
-        if is_size(values.get(name)):
-            setattr(part, name, 1)
+    _cap(part, "first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1)
     if is_size(values.get("moe_layer_end_index")):
         part.moe_layer_end_index = kept - 1
 
@@ -361,20 +351,8 @@ def _shrink_experts(part: PretrainedConfig) -> None:
             setattr(part, name, min(value, least))
 
 
-def _shrink_lengths(part: PretrainedConfig) -> None:
-    values = vars(part)
-    for name, value in list(fields_of(part)):
-        if _LENGTH.fullmatch(name) and is_size(value):
-            setattr(part, name, min(value, _POSITIONS))
-        elif _WINDOW.fullmatch(name):
-            if isinstance(value, list):
-                setattr(part, name, [min(entry, 4) if is_size(entry) else entry for entry in value])
-            elif is_size(value):
-                setattr(part, name, min(value, 4))
-    for name in ("block_multiple_of", "ffn_round_up_to_multiple_of"):
-        if is_size(values.get(name)):
-            setattr(part, name, min(values[name], 8))
-    image, patch = values.get("image_size"), values.get("patch_size")
+def _shrink_image(part: PretrainedConfig) -> None:
+    image, patch = vars(part).get("image_size"), vars(part).get("patch_size")
     if isinstance(image, int) and isinstance(patch, int) and patch > 0 and not _has_stages(part) and image % patch == 0:
         part.patch_size = min(patch, 4)
         part.image_size = part.patch_size * min(image // patch, 4)
