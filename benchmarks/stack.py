@@ -31,8 +31,7 @@ from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
-from mupscale.stacking.captured import CapturedStack
-from mupscale.stacking.stack import Stack
+from mupscale.stacking.stack import CapturedStack, Stack
 
 EPOCHS = 500
 EPOCH = 232

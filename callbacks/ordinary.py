@@ -39,11 +39,11 @@ from mupscale.models.ordinary import (
 )
 from mupscale.models.quiet_step import ModuleCall, QuietStep
 from mupscale.schedules import refuse_one_rate_for_all, spread_schedule_
-from mupscale.widening.groups import RatesOf, Source, sources_of
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, joined
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
+from mupscale.widening.state import RatesOf, Source, sources_of
 from mupscale.widening.stepping import attach, names_by_id
 
 SAMPLES = 4

@@ -40,14 +40,22 @@ from mupscale.models.checkpoint import Layers, Size, Width
 from mupscale.models.growth_check import depth_between
 from mupscale.models.quiet_step import run_eagerly
 from mupscale.schedules import continue_schedule
-from mupscale.widening import groups
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
-from mupscale.widening.inserted import branch_ratio, neutral_value
 from mupscale.widening.layers import Depth, layer_at
 from mupscale.widening.optimizers import Sized
+from mupscale.widening.plan import branch_ratio, neutral_value
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import check_transfer, transfer_state
+from mupscale.widening.state import (
+    Source,
+    check_transfer,
+    continue_scheduled_rates_,
+    continue_settings_,
+    continued_groups,
+    refuse_uneven_groups,
+    sources_of,
+    transfer_state,
+)
 from mupscale.widening.stepping import StateRule, attach
 from mupscale.widening.write import carry_modes_
 
@@ -159,7 +167,7 @@ class Swap:
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
         keep_units_of_own_optimizers(trainer, module)
-        sources: dict[int, list[groups.Source]] = {}
+        sources: dict[int, list[Source]] = {}
         narrow_ids = {id(parameter) for parameter in narrow.parameters()}
         for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
             if any(id(parameter) in narrow_ids for group in after.param_groups for parameter in group["params"]):
@@ -186,22 +194,22 @@ class Swap:
 
     def _continue(
         self, growth: Plan, module: Growable, narrow: nn.Module, before: Optimizer, wide: nn.Module, after: Optimizer
-    ) -> list[groups.Source]:
+    ) -> list[Source]:
         """Continues rates (base rate times where the schedule is), hyperparameters and state; sources of groups."""
         rates_of = partial(self._rates_of, growth, narrow, wide)
-        continued = groups.continued_groups(growth, narrow, before, wide, rates_of)
+        continued = continued_groups(growth, narrow, before, wide, rates_of)
         rates = {id(p): group for group in continued for p in group["params"]}
         if has_own_optimizers(module):
             try:
-                groups.refuse_uneven_groups(continued, wide, after)
+                refuse_uneven_groups(continued, wide, after)
             except UserError as error:
                 raise RefusedSwap(f"{type(module).__name__}.{error}") from error
-        source_of = groups.sources_of(growth, narrow, before, wide, rates_of)
-        sources: list[groups.Source] = []
+        source_of = sources_of(growth, narrow, before, wide, rates_of)
+        sources: list[Source] = []
         for group in after.param_groups:
             first = next((p for p in group["params"] if id(p) in rates), None)
             if first is None:  # of parameters that were not trained before
-                sources.append(groups.Source(0, 1.0))
+                sources.append(Source(0, 1.0))
                 continue
             source = rates[id(first)]
             at = group if self.restart_schedule else source
@@ -213,15 +221,15 @@ class Swap:
                 base = group.get("initial_lr", group["lr"]) * (self.lr / float(after.defaults["lr"]))
             start = source.get("initial_lr", source["lr"])
             ratio = 1.0 if self.lr is None or not start else float(base) / float(start)
-            groups.continue_scheduled_rates_(group, source, ratio)
+            continue_scheduled_rates_(group, source, ratio)
             index, rate_factor = source_of[id(first)]
-            sources.append(groups.Source(index, rate_factor * ratio))
+            sources.append(Source(index, rate_factor * ratio))
             group["lr"] = base * factor
             if "initial_lr" in group:
                 group["initial_lr"] = base
             # a schedule of the momentum restarts with that of the rate
             starts_anew = ("momentum", "betas") if self.restart_schedule and "max_momentum" in group else ()
-            groups.continue_settings_(group, source, [key for key in after.defaults if key not in starts_anew])
+            continue_settings_(group, source, [key for key in after.defaults if key not in starts_anew])
         transfer_state(
             growth,
             narrow,

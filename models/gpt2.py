@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mupscale.errors import UserError, refuse_unless_level
 from mupscale.models.base import refuse_bad_counts, refuse_bad_width
 from mupscale.models.tasks import LanguageModel
-from mupscale.readout import Readout
-from mupscale.readout_loss import ReadoutLoss
+from mupscale.readout import Readout, ReadoutLoss
 
 ATTENTION_SCALE = 8.0
 """c in the logit scale c / head_dim: at head_dim 64 it is the usual 1 / sqrt(head_dim)."""

@@ -17,9 +17,8 @@ from mupscale.errors import UserError
 from mupscale.models.base import Growable, hint_of_parameters_outside, without_log
 from mupscale.models.checkpoint import Layers, Size, Width
 from mupscale.widening.hints import Hints
-from mupscale.widening.inserted import as_identity, lists_without_residual
 from mupscale.widening.layers import Depth, layers_of
-from mupscale.widening.plan import plan
+from mupscale.widening.plan import as_identity, lists_without_residual, plan
 
 SMALLEST = 8
 """Units of the narrowest layer: fewer would hide differences, such as a norm over a single unit."""

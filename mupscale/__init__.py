@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from mupscale.base_shapes import apply_mup as apply_mup
     from mupscale.base_shapes import clip_grad_norm_ as clip_grad_norm_
     from mupscale.base_shapes import set_base_shapes as set_base_shapes
-    from mupscale.checks.claims import check_claim as check_claim
     from mupscale.checks.verify import Verdict as Verdict
+    from mupscale.checks.verify import check_claim as check_claim
     from mupscale.checks.verify import verify as verify
     from mupscale.discovery.discover import discover as discover
     from mupscale.errors import UserError as UserError
@@ -42,7 +42,7 @@ _HOME = {
     "Verdict": "checks.verify",
     "apply_mup": "base_shapes",
     "attach": "widening.stepping",
-    "check_claim": "checks.claims",
+    "check_claim": "checks.verify",
     "clip_grad_norm_": "base_shapes",
     "discover": "discovery.discover",
     "plan": "widening.plan",

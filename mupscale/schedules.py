@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mupscale._torch import inner_schedulers
 from mupscale.errors import UserError, refuse_unless_whole
-from mupscale.widening.groups import Source
 from mupscale.widening.optimizers import Group
+from mupscale.widening.state import Source
 
 
 class WarmupStableDecay(LRScheduler):

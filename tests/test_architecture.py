@@ -160,7 +160,7 @@ OTHER_POWERS = {
     "mupscale/hf/config.py": {"math.sqrt(len(sources) / old)"},  # of numbers of layers
     "mupscale/methods/duplication.py": {"10 ** (-self.decibels / 20)"},
     "mupscale/methods/ligo.py": {"math.sqrt(group.units)"},  # the size of random numbers
-    "mupscale/widening/axes.py": {"math.sqrt(1 - 1 / count)"},  # the variance that centring leaves
+    "mupscale/widening/growth.py": {"math.sqrt(1 - 1 / count)"},  # the variance that centring leaves
     "mupscale/widening/optimizers.py": {  # torch's own adjustment of Muon's rate, and bias corrections
         "math.sqrt(max(rows, columns))", "math.sqrt(max(1, rows / columns))",
         *(f"{beta} ** {count}" for beta in ("beta1", "beta2") for count in ("count", "age", "step")),

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from mupscale import readout_loss
-from mupscale.readout_loss import ReadoutLoss, slopes_in_place
+from mupscale import readout
+from mupscale.readout import ReadoutLoss, slopes_in_place
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TensorFloat32 tensor cores:UserWarning",  # float32 is compared without them
@@ -104,7 +104,7 @@ def test_a_target_outside_the_vocabulary_makes_the_loss_nan() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
 def test_both_ways_agree(dtype: torch.dtype, tolerance: float, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(readout_loss, "uses_kernel", lambda x: True)
+    monkeypatch.setattr(readout, "uses_kernel", lambda x: True)
     x, weight, targets = (each.detach().to(DEVICE) for each in problem(dtype, 64, 16, 1000))
     x.requires_grad_(), weight.requires_grad_()
 
@@ -135,7 +135,7 @@ def test_the_operator_does_what_it_declares() -> None:
 )
 def test_tensors_of_the_size_of_the_logits(kernel: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a forward and a backward pass, views aside; a compiler fuses the second list, and reads the logits thrice."""
-    monkeypatch.setattr(readout_loss, "uses_kernel", lambda x: kernel)
+    monkeypatch.setattr(readout, "uses_kernel", lambda x: kernel)
     x, weight, targets = problem(torch.float32)
 
     def step(x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
@@ -158,7 +158,7 @@ def test_tensors_of_the_size_of_the_logits(kernel: bool, expected: list[str], mo
 def test_the_kernel_is_for_gpus_and_low_precision(
     device: str, dtype: torch.dtype, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readout_loss, "KERNEL", True)
+    monkeypatch.setattr(readout, "KERNEL", True)
 
     x: Any = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype)
-    assert readout_loss.uses_kernel(x) is expected
+    assert readout.uses_kernel(x) is expected

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.comparison import gradient_errors, relative_error, size_of
+from mupscale.checks.comparison import MASKED, Match, gradient_errors, match, planned_layouts, relative_error, size_of
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
-from mupscale.checks.matching import MASKED, Match, match, planned_layouts
 from mupscale.checks.recording import (
     buffers_kept,
     copied,
@@ -25,7 +24,7 @@ from mupscale.errors import UserError, one_line
 from mupscale.methods.base import GrowthMethod
 from mupscale.methods.grow import grow
 from mupscale.sharding import is_sharded
-from mupscale.widening.axes import duplicate
+from mupscale.widening.growth import duplicate
 from mupscale.widening.layers import layer_at, source_of
 from mupscale.widening.modules import caveat, dropout_of
 from mupscale.widening.plan import Plan

@@ -1,21 +1,141 @@
-"""Compares the training steps of a narrow and a wide model, and remembers what differs first."""
+"""Compares tensors of a narrow and a wide model, and training steps of both: how one is made of the other."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from itertools import islice, product
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.matching import MASKED, Match, candidates, match, planned_layouts
 from mupscale.checks.recording import Call
-from mupscale.widening.axes import duplicate
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, Layout, Piece, duplicate, evenly, wide_length
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.write import is_inexact, widen_, widen_gradient_
+
+_MOST_LAYOUTS = 1024
+MASKED = 1e30
+"""Larger numbers are fill values of masks: they must be equal, but do not count for the ratio."""
+
+
+class Match(NamedTuple):
+    """The wide tensor is `ratio` times the narrow one, duplicated in `layouts`."""
+
+    layouts: tuple[Layout, ...]
+    ratio: float
+
+
+Planned = Mapping[tuple[int, int], Sequence[Layout]]
+"""The layouts that parameters have, by the sizes of the axis. Units that are zero, as after a ReLU, show no layout."""
+
+
+def match(narrow: Tensor, wide: Tensor, tolerance: float, planned: Planned = MappingProxyType({})) -> Match | None:
+    """How `wide` is made of `narrow`; None if it is not a duplicate of it. Of several ways, a planned one."""
+    if narrow.ndim != wide.ndim or any(w < n for n, w in zip(narrow.shape, wide.shape, strict=True)):
+        return None
+    for layouts in candidates(narrow, wide, planned):
+        ratio = _ratio(duplicate(narrow, layouts), wide, tolerance)
+        if ratio is not None:
+            return Match(layouts, ratio)
+    return _matched_by_units(narrow, wide, tolerance)
+
+
+def planned_layouts(growths: Iterable[Growth]) -> Planned:
+    """The layouts of these parameters and buffers."""
+    answer: dict[tuple[int, int], list[Layout]] = {}
+    for entry in growths:
+        for sizes, layout in zip(zip(entry.narrow_shape, entry.wide_shape, strict=True), entry.layouts, strict=True):
+            if layout not in answer.setdefault(sizes, []):
+                answer[sizes].append(layout)
+    return answer
+
+
+def candidates(narrow: Tensor, wide: Tensor, planned: Planned) -> Iterator[tuple[Layout, ...]]:
+    """The layouts to try, of all axes: planned ones first, then those of equal blocks."""
+    sizes = zip(narrow.shape, wide.shape, strict=True)
+    axes = [dict.fromkeys((*planned.get(each, ()), *_equal_blocks(*each))) for each in sizes]
+    return islice(product(*axes), _MOST_LAYOUTS)
+
+
+def _equal_blocks(n: int, w: int) -> list[Layout]:
+    """The largest blocks first; of a factor that is not whole, the smallest, as they are planned."""
+    if n == w:
+        return [(Piece(n, max(n, 1), 1),)]
+    if n == 0:
+        return []
+    blocks = [block for block in range(n, 0, -1) if n % block == 0 and w % block == 0]
+    return [evenly(n, w, block) for block in (blocks if w % n == 0 else reversed(blocks))]
+
+
+def _ratio(duplicated: Tensor, wide: Tensor, tolerance: float) -> float | None:
+    """The number r with wide = r · duplicated; None if there is none."""
+    if wide.numel() == 0:
+        return 1.0
+    masked = ~(duplicated.abs() < MASKED)
+    if bool(masked.any()):
+        agree = (duplicated == wide) | (duplicated.isnan() & wide.isnan())
+        if not bool(agree[masked].all()):
+            return None
+        duplicated, wide = duplicated.masked_fill(masked, 0.0), wide.masked_fill(masked, 0.0)
+    size = float(wide.abs().max())
+    square = float(duplicated.square().sum())
+    if square == 0 or size == 0:
+        return 1.0 if square == size == 0 else None
+    ratio = float((duplicated * wide).sum()) / square
+    if not ratio > 0 or not float((wide - ratio * duplicated).abs().max()) <= tolerance * size:
+        return None
+    return 1.0 if math.isclose(ratio, 1.0, rel_tol=tolerance) else ratio
+
+
+def _matched_by_units(narrow: Tensor, wide: Tensor, tolerance: float) -> Match | None:
+    """Finds for each wide unit the narrow one that it is a copy of, by what they hold."""
+    growing = [axis for axis, (n, w) in enumerate(zip(narrow.shape, wide.shape, strict=True)) if n != w]
+    if len(growing) != 1 or narrow.numel() == 0:
+        return None
+    axis = growing[0]
+    before = narrow.movedim(axis, 0).reshape(narrow.shape[axis], -1).clamp(-MASKED, MASKED)
+    after = wide.movedim(axis, 0).reshape(wide.shape[axis], -1).clamp(-MASKED, MASKED)
+    likeness = torch.nn.functional.normalize(after, dim=1) @ torch.nn.functional.normalize(before, dim=1).T
+    layout = as_layout(likeness.argmax(1).tolist())
+    if layout is None or wide_length(layout) != wide.shape[axis]:
+        return None
+    layouts = tuple(
+        layout if other == axis else (Piece(size, max(size, 1), 1),) for other, size in enumerate(narrow.shape)
+    )
+    if tuple(sum(piece.length for piece in row) for row in layouts) != tuple(narrow.shape):
+        return None
+    ratio = _ratio(duplicate(narrow, layouts), wide, tolerance)
+    return None if ratio is None else Match(layouts, ratio)
+
+
+def as_layout(index: list[int]) -> Layout | None:
+    """The pieces of an axis whose wide entries are copies of these narrow ones; None if pieces cannot say it."""
+    pieces: list[Piece] = []
+    at = start = 0
+    while at < len(index):
+        length = 0
+        while at + length < len(index) and index[at + length] == start + length:
+            length += 1
+        if length == 0:
+            return None
+        after = index[at + length] if at + length < len(index) else start + length
+        if start < after < start + length:  # what comes before the repeated block is there once
+            length = after - start
+        block = list(range(start, start + length))
+        factor = 1
+        while index[at + factor * length : at + (factor + 1) * length] == block:
+            factor += 1
+        if pieces and pieces[-1].block == length and pieces[-1].factor == factor:
+            pieces[-1] = Piece(pieces[-1].length + length, length, factor)
+        else:
+            pieces.append(Piece(length, length, factor))
+        at, start = at + factor * length, start + length
+    return tuple(pieces)
+
 
 LOSS_DIVISOR = 100
 """The loss is held to this part of the tolerance of activations."""

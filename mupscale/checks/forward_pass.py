@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mupscale._torch import is_under_transform, tree_map
-from mupscale.checks.comparison import gradients_of
-from mupscale.checks.matching import MASKED, Match
+from mupscale.checks.comparison import MASKED, Match, gradients_of
 from mupscale.checks.recording import hooked, leaves_of, real_floats, seed_generators
-from mupscale.widening.axes import duplicate_, narrow_length
+from mupscale.widening.growth import duplicate_, narrow_length
 
 Operation = Callable[[Callable[..., Any], tuple[Any, ...], Any], None]
 """Reads an operation, its arguments and its result."""

@@ -27,9 +27,9 @@ from mupscale.models.base import (
     refuse_bad_hyperparameters,
 )
 from mupscale.models.checkpoint import Size
-from mupscale.widening.groups import continued_groups, refuse_uneven_groups
 from mupscale.widening.layers import Depth
 from mupscale.widening.plan_text import Plan
+from mupscale.widening.state import continued_groups, refuse_uneven_groups
 
 
 def configured(

@@ -22,10 +22,10 @@ from mupscale.models.checkpoint import (
     refuse_other_kinds,
 )
 from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
-from mupscale.widening.groups import SOURCE_GROUP, continued_groups, sources_of
 from mupscale.widening.layers import standing_in
 from mupscale.widening.optimizers import registered_optimizer
 from mupscale.widening.plan_text import Plan
+from mupscale.widening.state import SOURCE_GROUP, continued_groups, sources_of
 
 MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
 """What a model or an optimizer raises for arguments that it does not expect."""

@@ -32,8 +32,7 @@ from mupscale.models.checkpoint import (
 )
 from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWriter
 from mupscale.widening import table
-from mupscale.widening.axes import duplicate_
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, duplicate_
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import source_of, stand_in, standing_in
 from mupscale.widening.optimizers import rule_of

@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mupscale.base_shapes import apply_mup
-from mupscale.checks.claims import check_claim
-from mupscale.checks.verify import verify
+from mupscale.checks.verify import check_claim, verify
 from mupscale.commands.configured import configured, first_batches, growths, moved_optimizers, refuse_own_rates
 from mupscale.commands.process import columns, paint, progress_bar
 from mupscale.methods import Duplication

@@ -11,7 +11,7 @@ from mupscale.discovery.found import nearest_power
 from mupscale.discovery.hypothesis import Group, Hypothesis, entries_grow_by, is_known
 from mupscale.discovery.passes import Event, Outcome, PairedCut, layouts_of
 from mupscale.text_tables import starred
-from mupscale.widening.axes import Layout, Piece, evenly
+from mupscale.widening.growth import Layout, Piece, evenly
 from mupscale.widening.table import Side
 
 _MOST_PAIRED = 24

@@ -15,8 +15,7 @@ from mupscale.discovery.search import Search
 from mupscale.errors import UserError, refuse_unless_model
 from mupscale.methods.grow import grow
 from mupscale.text_tables import Watch, unwatched
-from mupscale.widening.axes import LayoutSpec
-from mupscale.widening.growth import Role
+from mupscale.widening.growth import LayoutSpec, Role
 from mupscale.widening.hints import Hints, Rescale
 from mupscale.widening.modules import fold_weight_norms_
 from mupscale.widening.pairing import Use, refuse_lazy, refuse_scripted

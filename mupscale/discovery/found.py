@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from mupscale.discovery.passes import PairedCut, layouts_of
 from mupscale.errors import UserError
 from mupscale.text_tables import by_layer, starred
-from mupscale.widening.axes import Layout, LayoutSpec, Piece, evenly, narrow_length, parse_layout, wide_length
-from mupscale.widening.growth import Role
+from mupscale.widening.growth import Layout, LayoutSpec, Piece, Role, evenly, narrow_length, parse_layout, wide_length
 from mupscale.widening.hints import Blocks, Hints, Rescale
 from mupscale.widening.modules import named_weights
 

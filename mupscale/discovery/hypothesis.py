@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
-from mupscale.checks.matching import Planned, planned_layouts
+from mupscale.checks.comparison import Planned, planned_layouts
 from mupscale.text_tables import starred
 from mupscale.widening import modules
-from mupscale.widening.axes import Axis, Layout, Piece, centre_, evenly
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Axis, Growth, Layout, Piece, centre_, evenly
 from mupscale.widening.pairing import Pairing, Use
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.table import Side

@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from mupscale.checks.comparison import Match, Planned, match
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
-from mupscale.checks.matching import Match, Planned, match
 from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
 from mupscale.errors import UserError
-from mupscale.widening.axes import Layout, Piece, wide_length
+from mupscale.widening.growth import Layout, Piece, wide_length
 
 Cut = tuple[int, ...]
 """The lengths of the sections of an axis."""

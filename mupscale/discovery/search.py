@@ -6,16 +6,14 @@ from itertools import combinations, islice
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.comparison import gradient_errors, relative_error, size_of
-from mupscale.checks.matching import match
+from mupscale.checks.comparison import gradient_errors, match, relative_error, size_of
 from mupscale.checks.recording import buffers_kept, training_mode
 from mupscale.discovery.changes import Change, Proposals, pairs
 from mupscale.discovery.hypothesis import Hypothesis, State, is_known
 from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients, paired, returned
 from mupscale.errors import UserError
 from mupscale.text_tables import Watch, starred, unwatched
-from mupscale.widening.axes import duplicate, is_mixed
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, duplicate, is_mixed
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.table import Side
 

@@ -21,10 +21,9 @@ from mupscale.hf.family import CannotShrink, build_small, check_reloaded, on_cpu
 from mupscale.hf.forward_pass import Call, logits_of
 from mupscale.text_tables import Watch, starred, unwatched
 from mupscale.widening.hints import NO_HINTS, Hints
-from mupscale.widening.inserted import as_identity
 from mupscale.widening.layers import layers_of, orders, source_of, unequal_lists
 from mupscale.widening.modules import named_weights
-from mupscale.widening.plan import plan
+from mupscale.widening.plan import as_identity, plan
 
 How = Literal["identity", "interleave", "stack"]
 """`identity`: new layers add nothing at first. `interleave`: each layer k times in place. `stack`: the stack again."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mupscale.errors import UserError
 from mupscale.hf.folder import StoredTensor
-from mupscale.widening.axes import Layout, Piece
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, Layout, Piece
 from mupscale.widening.layers import source_of
 from mupscale.widening.pairing import some_names
 from mupscale.widening.plan_text import Plan

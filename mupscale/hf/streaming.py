@@ -21,7 +21,7 @@ from mupscale.hf.folder import NewFile, StoredTensor, as_bytes, stored_tensors
 from mupscale.hf.names import GrowingTensor
 from mupscale.methods import GrowthMethod
 from mupscale.methods.noise import Constants, Noise, add_noise_
-from mupscale.widening.axes import Layout, source_index
+from mupscale.widening.growth import Layout, source_index
 from mupscale.widening.write import widen_
 
 CHUNK_BYTES = 2 * 2**20

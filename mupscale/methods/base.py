@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.methods.noise import Noise, SameNoise
-from mupscale.widening.groups import table_rates
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.optimizers import Sized
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
+from mupscale.widening.state import table_rates
 from mupscale.widening.stepping import StateRule, check_state_rule
 from mupscale.widening.table import Scale
 from mupscale.widening.write import is_inexact, widen_, widen_gradient_

@@ -12,8 +12,15 @@ from torch.optim import Optimizer
 from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod
 from mupscale.sharding import gathered, whole
-from mupscale.widening.axes import Layout, copy_index, is_unit_by_unit, narrow_length, source_index, whole_factor
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import (
+    Growth,
+    Layout,
+    copy_index,
+    is_unit_by_unit,
+    narrow_length,
+    source_index,
+    whole_factor,
+)
 from mupscale.widening.hints import Hints, matches
 from mupscale.widening.modules import normalises_width
 from mupscale.widening.pairing import some_names

@@ -12,13 +12,12 @@ from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod
 from mupscale.methods.by_groups import norms_over_width
 from mupscale.methods.noise import Noise, init_scale, is_noisy, refuse_inert
-from mupscale.widening.axes import copy_index, duplicate_, is_unit_by_unit
-from mupscale.widening.groups import is_nonzero
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, copy_index, duplicate_, is_unit_by_unit
 from mupscale.widening.hints import Hints
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
+from mupscale.widening.state import is_nonzero
 from mupscale.widening.stepping import names_by_id, new_copies
 from mupscale.widening.table import Scale, Side, product, scale_of_axis
 from mupscale.widening.write import is_inexact, widen_

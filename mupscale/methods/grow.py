@@ -17,12 +17,11 @@ from mupscale.methods.noise import Constants, Noise, SameNoise, add_noise_, may_
 from mupscale.sharding import gathered, own_part, whole
 from mupscale.text_tables import notes_by_layer
 from mupscale.widening import write
-from mupscale.widening.groups import continued_optimizer, off_the_rule
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import stand_in
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import check_transfer, transfer_state
+from mupscale.widening.state import check_transfer, continued_optimizer, off_the_rule, transfer_state
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 

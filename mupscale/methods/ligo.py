@@ -13,8 +13,7 @@ from mupscale.errors import UserError, refuse_unless_whole
 from mupscale.methods.base import Claim, GrowthMethod, Loss
 from mupscale.methods.by_groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
 from mupscale.sharding import is_sharded
-from mupscale.widening.axes import Layout, Piece, duplicate_, narrow_length
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, Layout, Piece, duplicate_, narrow_length
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.write import wide_buffers

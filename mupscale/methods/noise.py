@@ -34,8 +34,7 @@ from mupscale.errors import UserError, refuse_unless_level
 from mupscale.spectral import spectral_norms
 from mupscale.text_tables import unwrapped
 from mupscale.widening import table
-from mupscale.widening.axes import centre_
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, centre_
 from mupscale.widening.hints import matches
 from mupscale.widening.pairing import some_names
 from mupscale.widening.plan_text import Plan

@@ -5,21 +5,23 @@ axis, one entry for each model, so a checkpoint, a validation or an upscale of o
 is shared.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from mupscale._torch import step_hooks
+from mupscale._torch import step_hooks, tree_leaves, tree_map
+from mupscale.cuda_graph import StaticBatch, capturing
 from mupscale.errors import UserError
 from mupscale.stacking.around import StackedClip
 from mupscale.stacking.compiled import Compiled
 from mupscale.stacking.dropout import StackedDropout
-from mupscale.stacking.optimizers import StackedOptimizer, stacked_optimizer
+from mupscale.stacking.optimizers import StackedOptimizer, stacked_kind, stacked_optimizer
 
 Losses = Callable[[dict[str, Tensor], dict[str, Tensor], Any, bool], Tensor]
 """The losses of all models on a batch, by their parameters and buffers, stacked by name. The flag says whether one
@@ -229,3 +231,179 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     for tensor, part in zip(tensors, stacked.unbind(), strict=True):
         tensor.data = part
     return stacked
+
+
+WARM_UP_STEPS = 3
+"""Calls before a capture, in which kernels are compiled and chosen. Their effects are undone."""
+
+
+class Captured:
+    """A function of a batch, captured once and replayed for every further batch of the same kind."""
+
+    def __init__(
+        self, function: Callable[[Any], Any], batch: Any, device: torch.device, what: str, state: Sequence[Tensor] = ()
+    ) -> None:
+        """
+        Args:
+            function: What is captured.
+            batch: One like those to come.
+            device: A CUDA device.
+            what: What the function does, in words.
+            state: The tensors that it changes. They are as before afterwards.
+        """
+        self._function = function  # held, with the memory that the graph reads
+        self._inputs = StaticBatch(batch, device)
+        stream, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        kept = [tensor.detach().cpu() for tensor in state]  # the device may have no room for copies
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_STEPS):
+                function(self._inputs.batch)
+        stream.wait_stream(side)
+        with torch.no_grad():
+            for tensor, before in zip(state, kept, strict=True):
+                tensor.copy_(before)
+        del kept
+        self._graph = torch.cuda.CUDAGraph()
+        with capturing(self._graph, what):
+            self._answer = function(self._inputs.batch)
+
+    def __call__(self, batch: Any) -> Any:
+        """What the function returns of a batch of the right kind; the next call overwrites it. Nothing waits."""
+        self._inputs.fill(batch)
+        self._graph.replay()
+        return self._answer
+
+
+class CapturedStack(Captured):
+    """A step of a stack on a CUDA device.
+
+    step = CapturedStack(stack, batch)
+    for batch in batches:
+        stack.optimizer.read_rates()
+        losses = step(batch)
+
+    Learning rates and the other numbers, the seeds of the stack, and `max_norm` where it is a tensor are read from
+    memory on the device, so they may change between steps. What else a step depends on, such as the modes of
+    the models, is part of the graph. Holds its gradients and activations for as long as it lives.
+    """
+
+    def __init__(
+        self, stack: Stack, batch: Any, *, shared: bool = True, max_norm: MaxNorm = None, context: Context = nullcontext
+    ) -> None:
+        """The arguments are those of `Stack.step`. No step has been taken afterwards."""
+        stack.optimizer.begin()
+
+        def step(batch: Any) -> Tensor:
+            return stack.advance(batch, shared=shared, max_norm=max_norm, context=context)
+
+        super().__init__(step, batch, stack.seeds.device, "a step of a stack", stack.changing())
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Takes the step on a batch of the right kind; the losses before it, on the device. Nothing waits."""
+        return super().__call__(batch).clone()
+
+
+def captured_scores(stack: Stack, function: Scoring, batch: Any, *, shared: bool, context: Context) -> Captured:
+    """What a function measures of all models of a stack (`Stack.evaluate`)."""
+
+    def evaluate(batch: Any) -> dict[str, Tensor]:
+        with context():
+            return stack.evaluate(function, batch, shared=shared)
+
+    return Captured(evaluate, batch, stack.seeds.device, "a validation of a stack")
+
+
+WORKSPACE = 0.01
+"""The extra memory of kernels as a share of their operands, for example for partial sums over many rows."""
+
+
+class Saved(NamedTuple):
+    """What autograd saves for the backward pass, in bytes."""
+
+    total: int
+    largest: int
+
+
+def bytes_per_model(
+    model: nn.Module,
+    optimizer_class: type[Optimizer],
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    *,
+    losses: Losses | None = None,
+    amsgrad: bool = False,
+    grown: bool = False,
+) -> int:
+    """An upper estimate of the memory that one more model of a stack takes at the peak of a step, in bytes.
+
+    It has the weights, their gradients, the optimizer's state, what autograd saves, and temporaries of the backward
+    pass and of the update. Losses are computed with tensors that have shapes only. Each model has a batch of its own:
+    with one for all of them, or with `torch.autocast`, a step takes less.
+
+    bytes_per_model(model, torch.optim.AdamW, lambda model, batch: model.loss(batch), batch)
+
+    Args:
+        model: One of the models.
+        optimizer_class: SGD, Adam or AdamW of torch.
+        loss: As of `Stack`.
+        batch: That of one model.
+        losses: As of `Stack`.
+        amsgrad: Whether Adam has it, and so a third moment.
+        grown: Whether models of the stack grew, or will: their updates may need masks, or other units.
+    """
+    moments = stacked_kind(optimizer_class).moments + amsgrad
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    fixed = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    weights = _bytes(trained)
+    saved = saved_per_model(model, loss, batch, losses)
+    backward = saved.total + 2 * saved.largest  # the gradients that enter and leave an operation
+    largest = max((parameter.nbytes for parameter in trained), default=0)
+    update = weights + (5 if grown else 2) * largest  # clipped gradients, and the temporaries of one weight
+    masks = sum(parameter.numel() for parameter in trained) if grown else 0
+    others = _bytes([*model.buffers(), *fixed, *_tensors(batch)])
+    return int((1 + WORKSPACE) * (others + masks + weights * (2 + moments) + max(backward, update)))
+
+
+def saved_per_model(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, losses: Losses | None = None
+) -> Saved:
+    """What autograd saves for the backward pass of one more model: the difference between stacks of three and two."""
+    seeds = torch.zeros(3, dtype=torch.int64, device="meta")
+
+    def measured(count: int) -> dict[int, int]:
+        run = losses or mapped(model, loss, seeds[:count])
+        parameters = {name: _stacked(tensor, count) for name, tensor in model.named_parameters()}
+        buffers = {name: _stacked(tensor, count) for name, tensor in model.named_buffers()}
+        inputs = tree_map(lambda leaf: _stacked(leaf, count) if isinstance(leaf, Tensor) else leaf, batch)
+        given = (*parameters.values(), *buffers.values(), *_tensors(inputs))
+        known = {id(tensor.untyped_storage()) for tensor in given}
+        found: dict[int, Any] = {}  # storages by id; they are held, so that no other gets it
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if id(storage) not in known:
+                found[id(storage)] = storage
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
+            result = run(parameters, buffers, inputs, False)
+        del result
+        return {key: storage.nbytes() for key, storage in found.items()}
+
+    two, three = measured(2), measured(3)
+    total = sum(three.values()) - sum(two.values())
+    return Saved(total, -(-max(three.values(), default=0) // 3))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _stacked(tensor: Tensor, count: int) -> Tensor:
+    made = torch.empty(count, *tensor.shape, dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)

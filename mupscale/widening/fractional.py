@@ -14,8 +14,7 @@ from torch import nn
 
 from mupscale.errors import UserError
 from mupscale.widening import modules
-from mupscale.widening.axes import LayoutSpec, is_fractional, is_mixed, narrow_length, wide_length
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, LayoutSpec, is_fractional, is_mixed, narrow_length, wide_length
 from mupscale.widening.pairing import Pairing
 
 

@@ -17,8 +17,7 @@ from torch import nn
 from mupscale.errors import UserError, shown
 from mupscale.readout import Readout
 from mupscale.widening import modules
-from mupscale.widening.axes import LayoutSpec
-from mupscale.widening.growth import Role, role_of
+from mupscale.widening.growth import LayoutSpec, Role, role_of
 from mupscale.widening.layers import Depth
 from mupscale.widening.pairing import Pairing, Use, some_names
 from mupscale.widening.table import Scale, Side, product, scale_of_axis

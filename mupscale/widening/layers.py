@@ -27,6 +27,9 @@ Depth = How | Mapping[str, Sequence[int] | Sequence["Layer"]]
 a layer list, the index of the shallow layer that each deep layer copies, or a `Layer` for each."""
 NewLayer = Literal["copy", "identity", "random"]
 
+BRANCH_MULTIPLIER = "branch_multiplier"
+"""Attribute of a layer: what its residual branches are multiplied by."""
+
 
 class Layer(NamedTuple):
     """One layer of a deep model."""

@@ -6,7 +6,7 @@ a role instead of guessing."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mup import MuReadout
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from mupscale._torch import (
     forward_pre_hooks,
 )
 from mupscale.readout import Readout
-from mupscale.widening.axes import LayoutSpec
+from mupscale.widening.growth import Kind, LayoutSpec
 from mupscale.widening.table import Side, product, scale_of_axis, weight_norm_gain
-
-Kind = Literal["weight", "bias", "gain"]
 
 _NORMS = (BatchNormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _MATRIX_TYPES = (nn.Linear, nn.Bilinear, ConvNd, nn.MultiheadAttention, RNNBase, RNNCellBase)

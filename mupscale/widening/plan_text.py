@@ -6,8 +6,15 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from mupscale.text_tables import Paint, braced, folded, notes_by_layer, table, unpainted
-from mupscale.widening.axes import is_fractional, is_mixed, is_unit_by_unit, narrow_length, whole_factor, wide_length
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import (
+    Growth,
+    is_fractional,
+    is_mixed,
+    is_unit_by_unit,
+    narrow_length,
+    whole_factor,
+    wide_length,
+)
 from mupscale.widening.layers import Layer, Layers
 
 

@@ -33,8 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mupscale.errors import UserError, refuse_unless_model
 from mupscale.sharding import is_sharded, replicated, whole
-from mupscale.widening.axes import copy_index, source_index
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, copy_index, source_index
 from mupscale.widening.optimizers import Group, OptimizerRule, rule_of
 from mupscale.widening.table import NOTHING, Scale, Side
 

@@ -24,8 +24,7 @@ from mupscale._torch import use_count
 from mupscale.errors import UserError
 from mupscale.sharding import is_sharded, largest_of_ranks, local_part
 from mupscale.widening import table
-from mupscale.widening.axes import by_entry, duplicate, duplicate_
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, by_entry, duplicate, duplicate_
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import Record, Records, names_by_id, records_of, restore_infshapes, store_records
 from mupscale.widening.table import Scale, Side

@@ -18,7 +18,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
 from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
-from mupscale.widening.groups import Source
+from mupscale.widening.state import Source
 
 GROWTH = (20, 24), (32, 40)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mupscale
-from mupscale.checks.claims import ClaimCheck, check_claim
+from mupscale.checks.verify import ClaimCheck, check_claim
 from mupscale.errors import UserError
 from mupscale.methods import (
     AKI,

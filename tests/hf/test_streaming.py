@@ -12,8 +12,7 @@ from mupscale.hf.names import GrowingTensor
 from mupscale.hf.streaming import Widening, check_file, row_chunks, wide_tensor, write_wide
 from mupscale.methods import Duplication, HyperCloning
 from mupscale.methods.noise import AdditiveNoise, add_noise_
-from mupscale.widening.axes import Axis, Layout, Piece, evenly, narrow_length, source_index, wide_length
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Axis, Growth, Layout, Piece, evenly, narrow_length, source_index, wide_length
 from mupscale.widening.write import widen_
 
 LAYOUTS: dict[str, Layout] = {

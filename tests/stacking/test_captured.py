@@ -9,9 +9,8 @@ import torch
 from stacks import UNLIKE, batches, grown, loss_of, made, stacked
 from torch import Tensor, nn
 
-from mupscale.stacking.captured import CapturedStack
 from mupscale.stacking.dropout import mixed
-from mupscale.stacking.stack import Context, Stack
+from mupscale.stacking.stack import CapturedStack, Context, Stack
 
 of_the_compiler = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore:TensorFloat32", r"ignore:\s*Online softmax is disabled"

@@ -9,8 +9,7 @@ from tiny_modules import mlp
 from torch import Tensor
 
 from mupscale.errors import UserError
-from mupscale.stacking.memory import bytes_per_model, saved_per_model
-from mupscale.stacking.stack import Stack
+from mupscale.stacking.stack import Stack, bytes_per_model, saved_per_model
 
 
 def test_what_autograd_saves_of_the_mlp() -> None:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from mupscale.methods import GrowthMethod, LiGO, ZeroPadding
-from mupscale.widening.axes import copy_index, narrow_length, source_index
-from mupscale.widening.growth import Growth
+from mupscale.widening.growth import Growth, copy_index, narrow_length, source_index
 
 
 def maps(method: GrowthMethod, entry: Growth, axis: int) -> tuple[Tensor, Tensor]:

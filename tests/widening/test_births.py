@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.methods import Duplication
-from mupscale.widening.axes import copy_index, source_index
+from mupscale.widening.growth import copy_index, source_index
 
 LR = 0.1
 OWN_COUNT: dict[str, Callable[[Any], Optimizer]] = {

@@ -17,7 +17,7 @@ from mupscale.methods.grow import UpscaleReport
 from mupscale.methods.noise import Noise, save_constants
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
-from mupscale.widening.axes import Piece, centre_, duplicate, parse_layout
+from mupscale.widening.growth import Piece, centre_, duplicate, parse_layout
 
 NOISES: dict[str, Callable[[], Noise]] = {
     "additive": lambda: mupscale.AdditiveNoise(0.1, centred=True),

@@ -19,7 +19,7 @@ import mupscale
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
-from mupscale.widening.axes import copy_index, duplicate, evenly, parse_layout, source_index
+from mupscale.widening.growth import copy_index, duplicate, evenly, parse_layout, source_index
 from mupscale.widening.stepping import new_copies, records_of
 from mupscale.widening.write import widen_
 

@@ -13,7 +13,7 @@ from mupscale.errors import UserError
 from mupscale.methods import AKI, FPI, Net2Net
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
-from mupscale.widening.axes import copy_index, source_index
+from mupscale.widening.growth import copy_index, source_index
 
 
 def deep(width: int) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mupscale
-from mupscale.widening.axes import duplicate
+from mupscale.widening.growth import duplicate
 
 
 def test_frozen_parameters_and_parameters_without_state():

@@ -30,10 +30,8 @@ from mupscale.errors import UserError
 from mupscale.models import _lightning_loop as loops
 from mupscale.models.base import Growable, init_contexts
 from mupscale.models.checkpoint import Size
-from mupscale.stacking.captured import Captured, CapturedStack, captured_scores
 from mupscale.stacking.dropout import mixed
-from mupscale.stacking.memory import bytes_per_model
-from mupscale.stacking.stack import Stack
+from mupscale.stacking.stack import Captured, CapturedStack, Stack, bytes_per_model, captured_scores
 from mupscale.widening.stepping import step_records
 
 NEVER = 1_000_000
