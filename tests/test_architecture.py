@@ -22,7 +22,7 @@ LEAVES = {
     f"mupscale.{name}"
     for name in (
         "_torch", "_torchmetrics", "_torchvision", "atomic", "cuda_graph", "data_files", "errors", "flops",
-        "readout", "sharding", "spectral", "text_tables",
+        "readout", "readout_kernel", "sharding", "spectral", "text_tables",
     )
 }  # fmt: skip
 """Anybody may import these."""

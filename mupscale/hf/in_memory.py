@@ -15,8 +15,8 @@ from mupscale.growing.upscale import upscale as grow_checked
 from mupscale.hf.config import refuse_same_sizes, wide_config
 from mupscale.hf.depth import MOST_PARAMETERS, Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
 from mupscale.hf.family import CannotShrink, found_between, on_meta
-from mupscale.hf.forward_pass import Call, default_call, logits_of, quiet
 from mupscale.hf.folder import read_folder
+from mupscale.hf.forward_pass import Call, default_call, logits_of, quiet
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import Optimizers, UpscaleReport, grow
 from mupscale.methods.noise import Noise

@@ -18,7 +18,6 @@ from mupscale.hf.config import refuse_same_sizes, wide_config
 from mupscale.hf.continuing import growth_record, written
 from mupscale.hf.depth import Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
 from mupscale.hf.family import found_between, on_meta
-from mupscale.hf.forward_pass import Call, largest_difference
 from mupscale.hf.folder import (
     CONFIG_FILE,
     GROWTH_FILE,
@@ -29,6 +28,7 @@ from mupscale.hf.folder import (
     read_folder,
     split_into_files,
 )
+from mupscale.hf.forward_pass import Call, largest_difference
 from mupscale.hf.names import GrowingTensor, growing_tensors
 from mupscale.hf.streaming import Progress, Widening, Written, refuse_unlike_twins, write_wide
 from mupscale.methods import Duplication, GrowthMethod
