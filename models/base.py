@@ -33,7 +33,7 @@ from mupscale.models import checkpoint as checkpoints
 from mupscale.models._lightning import averaged_copy, averaging_callbacks, set_average, trainer_of
 from mupscale.models.checkpoint import CHECKPOINT_KEY, Layers, Size, Width
 from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
-from mupscale.widening.pairing import refuse_lazy
+from mupscale.widening.hints import refuse_lazy
 from mupscale.widening.state import refuse_bad_levels
 from mupscale.widening.stepping import attach
 from mupscale.widening.write import carry_frozen_, carry_modes_

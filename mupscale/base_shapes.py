@@ -15,10 +15,9 @@ from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model
 from mupscale.readout import Readout
 from mupscale.sharding import gathered
 from mupscale.widening import modules, table
-from mupscale.widening.hints import Hints, all_sides, match_hints, scale_of_sides
+from mupscale.widening.hints import Hints, Pairing, Use, all_sides, match_hints, scale_of_sides
 from mupscale.widening.layers import BRANCH_MULTIPLIER, spread, stand_in
 from mupscale.widening.optimizers import Sized, rule_of
-from mupscale.widening.pairing import Pairing, Use
 from mupscale.widening.state import SOURCE_GROUP, begin_state_, refuse_bad_levels, split_groups
 from mupscale.widening.stepping import Record, Records, names_by_id, records_of, store_records
 from mupscale.widening.table import Side

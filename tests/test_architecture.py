@@ -158,7 +158,7 @@ def test_no_command_imports_another():
 OTHER_POWERS = {
     "mupscale/base_shapes.py": {"math.sqrt(table.clip(width.scale))"},
     "mupscale/hf/config.py": {"math.sqrt(len(sources) / old)"},  # of numbers of layers
-    "mupscale/methods/duplication.py": {"10 ** (-self.decibels / 20)"},
+    "mupscale/methods/base.py": {"10 ** (-self.decibels / 20)"},
     "mupscale/methods/ligo.py": {"math.sqrt(group.units)"},  # the size of random numbers
     "mupscale/widening/growth.py": {"math.sqrt(1 - 1 / count)"},  # the variance that centring leaves
     "mupscale/widening/optimizers.py": {  # torch's own adjustment of Muon's rate, and bias corrections

@@ -31,10 +31,9 @@ from mupscale.methods.base import Claim, GrowthMethod, Loss
 from mupscale.methods.grow import as_list, grow
 from mupscale.text_tables import Paint, Watch, folded, table, unpainted, unwatched
 from mupscale.widening.growth import duplicate
-from mupscale.widening.hints import Hints, checked_hints
+from mupscale.widening.hints import Hints, checked_hints, refuse_lazy, refuse_scripted, some_names
 from mupscale.widening.layers import Depth
 from mupscale.widening.modules import dropout_of
-from mupscale.widening.pairing import refuse_lazy, refuse_scripted, some_names
 from mupscale.widening.plan_text import Plan
 
 TOLERANCE = 1e-8

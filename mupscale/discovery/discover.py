@@ -16,9 +16,8 @@ from mupscale.errors import UserError, refuse_unless_model
 from mupscale.methods.grow import grow
 from mupscale.text_tables import Watch, unwatched
 from mupscale.widening.growth import LayoutSpec, Role
-from mupscale.widening.hints import Hints, Rescale
+from mupscale.widening.hints import Hints, Rescale, Use, refuse_lazy, refuse_scripted
 from mupscale.widening.modules import fold_weight_norms_
-from mupscale.widening.pairing import Use, refuse_lazy, refuse_scripted
 from mupscale.widening.plan import plan
 from mupscale.widening.table import Side
 

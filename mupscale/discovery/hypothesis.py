@@ -12,7 +12,7 @@ from mupscale.checks.comparison import Planned, planned_layouts
 from mupscale.text_tables import starred
 from mupscale.widening import modules
 from mupscale.widening.growth import Axis, Growth, Layout, Piece, centre_, evenly
-from mupscale.widening.pairing import Pairing, Use
+from mupscale.widening.hints import Pairing, Use
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.table import Side
 from mupscale.widening.write import widen_

@@ -18,9 +18,8 @@ from mupscale.errors import UncheckedWarning, UserError, one_line
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
 from mupscale.methods.noise import Noise
-from mupscale.widening.hints import Hints, checked_hints
+from mupscale.widening.hints import Hints, checked_hints, some_names
 from mupscale.widening.layers import Depth, Layers, layers_of, stand_in, without_new
-from mupscale.widening.pairing import some_names
 from mupscale.widening.plan import as_identity, lists_without_residual
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan

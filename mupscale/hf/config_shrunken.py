@@ -12,11 +12,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from mupscale.hf.config_fields import fields_of, is_size, kind_of, parts
+from mupscale.hf.config import DEPTH, HEAD_SIZE, HEADS, HIDDEN, LAYER_NUMBERS, fields_of, is_size, kind_of, parts
 
-HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
-HEAD_SIZE = ("head_dim", "d_kv", "d_head", "attention_head_dim", "attention_head_size", "dim_head", "kv_channels")
 _STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"),
     ("mamba_num_heads", "mamba_head_dim"),
@@ -25,12 +22,7 @@ _STATE_HEADS = (
 _SMALL_HEADS = (8, 10, 12, 16, 20, 24, 32, 40, 64)
 _VOCABULARIES = (61, 67, 71, 73, 79, 83, 89, 97)  # primes: no size is equal to them, nor any multiple of one
 _LAYERS = 2
-DEPTH = re.compile(
-    r"(.*_)?n(um)?_(hidden_|decoder_|encoder_|conv_)?layers?|(.*_)?(encoder|decoder)_layers"
-    r"|depth|layers|[lrx]_layers|num_blocks"
-)
 _STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
-LAYER_NUMBERS = re.compile(r".*(indexes|indices|idxs|layer_ids)|(mlp_only|moe|cross_attention|kv_source)_layers")
 _TOKEN = re.compile(r"(.*_)?token_(ids?|index)|.*_(bos|eos|pad)_id|(begin_)?suppress_tokens|(tag|subs)_pad_id")
 _CAPS = {
     r"(.*_)?max_.*position.*|n_positions|n_ctx|max_seq_len|max_(source|target)_.*": 50,

@@ -14,8 +14,7 @@ from transformers import PretrainedConfig
 from mupscale.checks.agreement import check_agreement
 from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError, refuse_unless_whole
-from mupscale.hf.config import deep_config, numbers_of_layers
-from mupscale.hf.config_fields import parts
+from mupscale.hf.config import deep_config, numbers_of_layers, parts
 from mupscale.hf.config_shrunken import shrunken
 from mupscale.hf.family import CannotShrink, build_small, check_reloaded, on_cpu, on_meta, working_call
 from mupscale.hf.forward_pass import Call, logits_of

@@ -18,8 +18,7 @@ from mupscale.discovery.discover import confirm, cuts_between, discover
 from mupscale.discovery.found import Found
 from mupscale.discovery.passes import PairedCut
 from mupscale.errors import UserError, one_line
-from mupscale.hf.config import wide_config
-from mupscale.hf.config_fields import fields_of, parts
+from mupscale.hf.config import fields_of, parts, wide_config
 from mupscale.hf.config_shrunken import shrunken
 from mupscale.hf.forward_pass import Call, default_call, difference, quiet, whole_rows
 from mupscale.methods.grow import grow

@@ -296,7 +296,7 @@ def _refuse_kernels(where: object, key: str, value: Any) -> None:
 
 def without_implementations(where: object, config: "PretrainedConfig") -> "PretrainedConfig":
     """A configuration without implementations, which transformers then chooses; a UserError for one from elsewhere."""
-    from mupscale.hf.config_fields import parts
+    from mupscale.hf.config import parts
 
     for path, part in parts(config):
         for key in ("_attn_implementation", "_experts_implementation"):

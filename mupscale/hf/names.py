@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from mupscale.errors import UserError
 from mupscale.hf.folder import StoredTensor
 from mupscale.widening.growth import Growth, Layout, Piece
+from mupscale.widening.hints import some_names
 from mupscale.widening.layers import source_of
-from mupscale.widening.pairing import some_names
 from mupscale.widening.plan_text import Plan
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 from mupscale.methods.base import Claim as Claim
-from mupscale.methods.base import GrowthMethod
+from mupscale.methods.base import Duplication, GrowthMethod, HyperCloning, ShrinkAndPad, ZeroPadding
 from mupscale.methods.by_groups import AKI, FPI, Lemon, Net2Net
-from mupscale.methods.duplication import Duplication, HyperCloning, ShrinkAndPad, ZeroPadding
 from mupscale.methods.ligo import LiGO
 
 METHODS: dict[str, Callable[[], GrowthMethod]] = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.methods.base import Claim, GrowthMethod
+from mupscale.methods.base import Claim, GrowthMethod, norms_over_width
 from mupscale.sharding import gathered, whole
 from mupscale.widening.growth import (
     Growth,
@@ -21,9 +21,7 @@ from mupscale.widening.growth import (
     source_index,
     whole_factor,
 )
-from mupscale.widening.hints import Hints, matches
-from mupscale.widening.modules import normalises_width
-from mupscale.widening.pairing import some_names
+from mupscale.widening.hints import Hints, matches, some_names
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan import refuse_uneven_shift
 from mupscale.widening.plan_text import Plan
@@ -109,17 +107,6 @@ def bias_of(plan: Plan, weight: str) -> str | None:
     entry, produced = plan.parameters[name], plan.parameters[weight]
     rows = [size for size, side in zip(produced.wide_shape, produced.sides, strict=True) if side == "out"]
     return name if list(entry.wide_shape) == rows[:1] else None
-
-
-def norms_over_width(plan: Plan, narrow: nn.Module) -> Iterator[str]:
-    """The growing parameters of modules that average over their units."""
-    for prefix, module in narrow.named_modules():
-        if not normalises_width(module):
-            continue
-        for attribute, _ in module.named_parameters():
-            name = f"{prefix}.{attribute}".removeprefix(".")
-            if name in plan.parameters and plan.parameters[name].grows:
-                yield name
 
 
 def _declared(model: nn.Module) -> dict[str, dict[str, int]]:

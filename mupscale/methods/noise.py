@@ -35,8 +35,7 @@ from mupscale.spectral import spectral_norms
 from mupscale.text_tables import unwrapped
 from mupscale.widening import table
 from mupscale.widening.growth import Growth, centre_
-from mupscale.widening.hints import matches
-from mupscale.widening.pairing import some_names
+from mupscale.widening.hints import matches, some_names
 from mupscale.widening.plan_text import Plan
 
 Constants = dict[str, float | list[Any]]

@@ -15,7 +15,7 @@ from torch import nn
 from mupscale.errors import UserError
 from mupscale.widening import modules
 from mupscale.widening.growth import Growth, LayoutSpec, is_fractional, is_mixed, narrow_length, wide_length
-from mupscale.widening.pairing import Pairing
+from mupscale.widening.hints import Pairing
 
 
 def refuse_one_sided(entries: Mapping[str, Growth], given: Mapping[str, set[int]]) -> None:

@@ -27,10 +27,20 @@ from mupscale.widening.growth import (
     parse_layout,
     wide_length,
 )
-from mupscale.widening.hints import Blocks, Hints, all_sides, checked_hints, match_hints, matches
+from mupscale.widening.hints import (
+    Blocks,
+    Hints,
+    Pairing,
+    Use,
+    all_sides,
+    checked_hints,
+    match_hints,
+    matches,
+    refuse_scripted,
+    unsaved_buffers,
+)
 from mupscale.widening.layers import BRANCH_MULTIPLIER, Layer, Layers, joined, layer_at
 from mupscale.widening.modules import rescale_of_gain
-from mupscale.widening.pairing import Pairing, Use, refuse_scripted, unsaved_buffers
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import records_of
 from mupscale.widening.table import Side

@@ -7,8 +7,7 @@ import pytest
 hf = pytest.importorskip("transformers")
 
 from mupscale.errors import UserError  # noqa: E402
-from mupscale.hf.config import wide_config  # noqa: E402
-from mupscale.hf.config_fields import fields_of, kind_of  # noqa: E402
+from mupscale.hf.config import fields_of, kind_of, wide_config  # noqa: E402
 from mupscale.hf.config_shrunken import shrunken  # noqa: E402
 
 

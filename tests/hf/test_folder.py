@@ -17,7 +17,7 @@ from mupscale.hf.config import wide_config
 from mupscale.hf.family import on_meta
 from mupscale.hf.folder import read_folder
 from mupscale.hf.names import growing_tensors
-from mupscale.hf.streaming import refuse_unlike_twins
+from mupscale.hf.widened_folder import refuse_unlike_twins
 from mupscale.widening.plan import plan
 
 INDEX = "model.safetensors.index.json"

@@ -6,10 +6,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mupscale.errors import UserError
-from mupscale.hf import streaming
+from mupscale.hf import widened_folder
 from mupscale.hf.folder import as_bytes, new_file, split_into_files, stored_tensors
 from mupscale.hf.names import GrowingTensor
-from mupscale.hf.streaming import Widening, check_file, row_chunks, wide_tensor, write_wide
+from mupscale.hf.widened_folder import Widening, check_file, row_chunks, wide_tensor, write_wide
 from mupscale.methods import Duplication, HyperCloning
 from mupscale.methods.noise import AdditiveNoise, add_noise_
 from mupscale.widening.growth import Axis, Growth, Layout, Piece, evenly, narrow_length, source_index, wide_length
@@ -56,7 +56,7 @@ def test_chunks_cover_every_wide_row_in_order(name: str, most: int) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_streamed_tensor_is_the_tensor_widened_at_once(name, sides, dtype, tmp_path, monkeypatch) -> None:
     """Chunks of a few rows, on either side of a matrix: the same bytes, as the safetensors library reads them."""
-    monkeypatch.setattr(streaming, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(widened_folder, "CHUNK_BYTES", 300)
     entry = planned(LAYOUTS[name], LAYOUTS["tiled"], sides)
     narrow = torch.randn(24, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = torch.empty(entry.wide_shape, dtype=dtype)

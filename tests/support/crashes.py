@@ -84,12 +84,12 @@ def prepare_text(text: Path) -> Callable[[Path], object]:
 def widen_folder(narrow: Path) -> Callable[[Path], object]:
     from transformers import LlamaForCausalLM  # noqa: F401  once, before the forks
 
-    from mupscale.hf import streaming, widened_folder
+    from mupscale.hf import widened_folder
     from mupscale.hf.config import wide_config
     from mupscale.hf.family import found_for
     from mupscale.hf.folder import read_folder
 
-    streaming.CHUNK_BYTES = 4096
+    widened_folder.CHUNK_BYTES = 4096
     widened_folder.MOST_SHARD_BYTES = 40_000
     source = read_folder(narrow)
     # a search of seconds, which each fork would repeat
