@@ -40,11 +40,8 @@ class Parts(NamedTuple):
 
     def only(self, other: "Parts") -> "Parts":
         """Without what the other lacks."""
-        return Parts(
-            {key: part for key, part in self.parameters.items() if other.parameters.get(key) is not None},
-            {key: part for key, part in self.buffers.items() if other.buffers.get(key) is not None},
-            {key: part for key, part in self.modules.items() if other.modules.get(key) is not None},
-        )
+        kinds: Any = zip(self, other, strict=True)
+        return Parts(*({key: own[key] for key in own if theirs.get(key) is not None} for own, theirs in kinds))
 
 
 def parts_of(module: nn.Module) -> Parts:

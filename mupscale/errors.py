@@ -22,7 +22,7 @@ class UserError(ValueError):
         ...     mupscale.plan(wide, narrow)
         ... except mupscale.UserError as error:
         ...     print(error)
-        'weight' (8, 8) → (4, 4): axis 0 is narrower in the wide model (4 < 8); swap the models?
+        axis 0 of 'weight' (8, 8) → (4, 4): it is narrower in the wide model (4 < 8); swap the models?
     """
 
 

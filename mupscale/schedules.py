@@ -145,13 +145,8 @@ def rescale_schedule_state(state: dict[str, Any], groups: list[Group], sources: 
         "lr_lambdas": [None] * len(groups),
     }
     if sources is not None:
-        for key in state.keys() & set(RATES):
-            per_group[key] = [state[key][source.group] * source.factor for source in sources]
-        for key in state.keys() & set(MOMENTUMS):
-            per_group[key] = [state[key][source.group] for source in sources]
-        factors = {source.factor for source in sources}
-        if state.get(LEAST_RATE) and len(factors) == 1:
-            state[LEAST_RATE] = state[LEAST_RATE] * factors.pop()
+        _spread(state, sources, RATES, MOMENTUMS)
+        del per_group["min_lrs"]
     state.update({key: value for key, value in per_group.items() if key in state})
     for part in state.get("_schedulers", ()):
         rescale_schedule_state(part, groups, sources)
@@ -161,17 +156,18 @@ def spread_schedule_(scheduler: Any, sources: Sequence[Source]) -> None:
     """Lets a scheduler go on after the groups of its optimizer were split, each from one of the old groups."""
     for part in inner_schedulers(scheduler):
         spread_schedule_(part, sources)
-    for key in ("base_lrs", "_last_lr", *RATES):
-        if hasattr(scheduler, key):
-            rates = getattr(scheduler, key)
-            setattr(scheduler, key, [rates[source.group] * source.factor for source in sources])
-    for key in ("lr_lambdas", *MOMENTUMS):
-        if hasattr(scheduler, key):
-            values = getattr(scheduler, key)
-            setattr(scheduler, key, [values[source.group] for source in sources])
+    _spread(vars(scheduler), sources, ("base_lrs", "_last_lr", *RATES), ("lr_lambdas", *MOMENTUMS))
+
+
+def _spread(values: dict[str, Any], sources: Sequence[Source], rates: Sequence[str], others: Sequence[str]) -> None:
+    """Gives each group what its source had: rates times the factor, others as they are; and the least rate of all."""
+    for key in values.keys() & {*rates}:
+        values[key] = [values[key][source.group] * source.factor for source in sources]
+    for key in values.keys() & {*others}:
+        values[key] = [values[key][source.group] for source in sources]
     factors = {source.factor for source in sources}
-    if getattr(scheduler, LEAST_RATE, 0.0) and len(factors) == 1:
-        setattr(scheduler, LEAST_RATE, getattr(scheduler, LEAST_RATE) * factors.pop())
+    if values.get(LEAST_RATE) and len(factors) == 1:
+        values[LEAST_RATE] = values[LEAST_RATE] * factors.pop()
 
 
 def refuse_one_rate_for_all(state: dict[str, Any], factors: Collection[float], schedule: str, remedy: str) -> None:

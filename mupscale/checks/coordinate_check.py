@@ -90,12 +90,12 @@ class Slopes(NamedTuple):
 
     def problem(self, axis: Axis) -> str | None:
         """What is wrong with the layer in this scan, or None."""
-        parts = []
-        if self.output_fails and self.output is not None:
-            parts.append(f"its output {_power(self.output, axis)}")
-        if self.update_fails and self.update is not None:
-            parts.append(f"its update {_power(self.update, axis)}")
-        return " and ".join(parts) or None
+        failing = {
+            "output": self.output if self.output_fails else None,
+            "update": self.update if self.update_fails else None,
+        }
+        texts = [f"its {name} {_power(slope, axis)}" for name, slope in failing.items() if slope is not None]
+        return " and ".join(texts) or None
 
 
 @dataclass(frozen=True)
@@ -297,9 +297,8 @@ def _judged(scan: Scan, layer: str, is_output: bool) -> Slopes:
     # The network's output may shrink to what training makes of it. So may any in the last scan: a duplicated weight
     # averages the noise of the layer before over the copies.
     may_shrink = is_output or scan.name == "grown"
-    output_fails = (
-        output is not None and (-output if output < 0 and not may_shrink else output) > TOLERANCE + output_error
-    )
+    size = 0.0 if output is None else output if may_shrink else abs(output)
+    output_fails = size > TOLERANCE + output_error
     # What the readout's initial weights make of changes before it shrinks as its output does.
     falling_tolerance = FALLING_TOLERANCE + (TOLERANCE if is_output else 0)
     update_fails = update is not None and (
@@ -347,15 +346,10 @@ class _Training:
             for name, outputs in self._outputs(net).items() if step else start.items():
                 size = _rms(outputs), _rms([x - x0 for x, x0 in zip(outputs, start[name], strict=True)])
                 if not math.isfinite(sum(size)):
-                    if step == 0:
-                        raise UserError(
-                            f"at {self.where}, before any step, the output of {name} is not finite: check the data "
-                            "and the initial weights"
-                        )
+                    remedy = "lower the learning rate (model.optimizer), or check that it is scaled with the width"
                     raise UserError(
-                        f"training diverges: at {self.where}, after step {step} of {self.steps}, the output of {name} "
-                        "is not finite. Lower the learning rate (model.optimizer), or check that it is scaled with the "
-                        "width"
+                        f"at {self.where}, after {step} of {self.steps} steps, the output of {name} is not finite: "
+                        + (remedy if step else "check the data and the initial weights")
                     )
                 answer[name].sizes.append(size)
         return answer
@@ -399,11 +393,8 @@ def _rms(values: list[Tensor]) -> float:
 
 
 def _scan(name: str, title: str, runs: dict[int, list[_Sizes]]) -> Scan:
-    layers = next(iter(runs.values()))[0]
-    sizes = {
-        layer: torch.tensor([[run[layer].sizes for run in at] for at in runs.values()], dtype=torch.float64).transpose(
-            0, 1
-        )
-        for layer in layers
-    }
+    sizes = {}
+    for layer in next(iter(runs.values()))[0]:
+        by_width = [[run[layer].sizes for run in at] for at in runs.values()]
+        sizes[layer] = torch.tensor(by_width, dtype=torch.float64).transpose(0, 1)
     return Scan(name, title, tuple(runs), sizes)

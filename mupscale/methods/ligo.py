@@ -100,7 +100,7 @@ class LiGO(GrowthMethod):
         duplicated = {name: self._duplicated(source, plan.parameters[name]) for name, source in sources.items()}
         buffers = wide_buffers(plan, narrow, wide)
         dtypes = {name: parameter.dtype for name, parameter in wide.named_parameters()}
-        model = _Loss(wide, loss)
+        model = Called(wide, loss)
 
         def loss_of(batch: Any) -> Tensor:
             tensors = {f"model.{name}": buffer for name, buffer in buffers.items()}
@@ -191,16 +191,16 @@ class LiGO(GrowthMethod):
         return weight + entry.shift if entry.shift else weight
 
 
-class _Loss(nn.Module):
-    """A loss as the call of a module, which `functional_call` can make with other tensors."""
+class Called(nn.Module):
+    """A function of a model as the call of a module, which `functional_call` can make with other tensors."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.model = model
-        self.loss = loss
+        self.function = function
 
-    def forward(self, batch: Any) -> Tensor:
-        return self.loss(self.model, batch)
+    def forward(self, batch: Any) -> Any:
+        return self.function(self.model, batch)
 
 
 def _fits(entry: Growth, axis: int, group: UnitGroup, block: int) -> bool:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from mupscale._torch import step_hooks, tree_leaves, tree_map
 from mupscale.cuda_graph import StaticBatch, capturing
 from mupscale.errors import UserError
+from mupscale.methods.ligo import Called
 from mupscale.stacking.around import StackedClip
 from mupscale.stacking.compiled import Compiled
 from mupscale.stacking.dropout import StackedDropout
@@ -159,7 +160,7 @@ def mapped(
         with sdpa_kernel(SDPBackend.MATH):  # other kernels of attention cannot be mapped
             return run(parameters, buffers, seeds, batch, shared)
 
-    caller = _Call(model, function)
+    caller = Called(model, function)
     run = Compiled(each, "the losses of a stack") if compiled else each
     return all_of_them
 
@@ -173,18 +174,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-class _Call(nn.Module):
-    """A function of a model as the call of a module, which `functional_call` can make with other tensors."""
-
-    def __init__(self, model: nn.Module, function: Callable[[nn.Module, Any], Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.function = function
-
-    def forward(self, batch: Any) -> Any:
-        return self.function(self.model, batch)
 
 
 def refuse_unlike(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

@@ -107,9 +107,11 @@ def _parse_block(block: int, narrow: int, wide: int) -> Layout:
     if block < 1:
         raise UserError(f"a block must have at least 1 entry, got {block}")
     if wide < narrow:
-        raise UserError(f"the axis is narrower in the wide model ({wide} < {narrow}); swap the models?")
+        raise UserError(f"it is narrower in the wide model ({wide} < {narrow}); swap the models?")
     if narrow == 0:
-        raise UserError("the axis is empty in the narrow model, so it has nothing to copy. Keep it empty")
+        raise UserError(
+            "it is empty in the narrow model, so it has nothing to copy. Keep it empty, or give both models units"
+        )
     for length in (narrow, wide):
         if length % block:
             raise UserError(f"a block of {block} does not divide {length} entries")

@@ -21,7 +21,6 @@ from mupscale.widening.growth import (
     Layout,
     LayoutSpec,
     Piece,
-    evenly,
     is_mixed,
     narrow_length,
     parse_layout,
@@ -356,30 +355,18 @@ def _layouts(
     """The layout of each axis. `given` is what of `spec` the user, or the model class, has said."""
     answer: list[Layout] = []
     for axis, (n, w) in enumerate(zip(narrow, wide, strict=True)):
-        if axis in spec:
-            try:
-                answer.append(parse_layout(spec[axis], n, w))
-            except ValueError as error:
-                where = f"axis {axis} of {name!r} {narrow} → {wide}: {error}"
-                if axis in given:
-                    raise UserError(f"blocks: {where}") from None
-                raise UserError(
-                    f"{where}. The module implies this layout; give another: "
-                    f'hints=Hints(blocks={{"{name}": {{{axis}: [(length, block, factor), ...]}}}})'
-                ) from None
-        elif n == w:
+        if n == w and axis not in spec:
             answer.append((Piece(n, max(n, 1), 1),))
-        elif w < n:
-            raise UserError(
-                f"{name!r} {narrow} → {wide}: axis {axis} is narrower in the wide model ({w} < {n}); swap the models?"
-            )
-        elif n == 0:
-            raise UserError(
-                f"{name!r} {narrow} → {wide}: axis {axis} is empty in the narrow model, so it has nothing to copy. "
-                "Keep it empty, or give both models units there"
-            )
-        else:
-            answer.append(evenly(n, w))
+            continue
+        try:
+            answer.append(parse_layout(spec.get(axis, 1), n, w))
+        except ValueError as error:
+            where = f"axis {axis} of {name!r} {narrow} → {wide}: {error}"
+            if axis in given:
+                raise UserError(f"blocks: {where}") from None
+            remedy = f'hints=Hints(blocks={{"{name}": {{{axis}: [(length, block, factor), ...]}}}})'
+            implied = f". The module implies this layout; give another: {remedy}" if axis in spec else ""
+            raise UserError(where + implied) from None
     return tuple(answer)
 
 

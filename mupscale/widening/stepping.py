@@ -101,12 +101,12 @@ class Record:
         return made[key]
 
     def as_primitives(self) -> dict[str, Any]:
-        """Without what is as at the base width; for checkpoints, which hold tensors and primitives only."""
+        """Without what is as at the base width; for JSON, which makes lists of tuples."""
         answer: dict[str, Any] = {"scale": list(self.scale)}
-        for key in ("base", "entries", "births", "rewarm"):
+        for key in ("base", "entries", "births", "rewarm", "shift"):
             if getattr(self, key):
-                answer[key] = _lists(getattr(self, key))
-        return answer | ({"shift": self.shift} if self.shift else {})
+                answer[key] = getattr(self, key)
+        return answer
 
 
 def record_of(primitives: Mapping[str, Any]) -> Record:
@@ -117,10 +117,6 @@ def record_of(primitives: Mapping[str, Any]) -> Record:
 
 def _along(row: tuple[float, ...], axis: int, ndim: int) -> Tensor:
     return torch.tensor(row, dtype=torch.float64).view([-1 if other == axis else 1 for other in range(ndim)])
-
-
-def _lists(value: Any) -> Any:
-    return [_lists(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _tuples(value: Any) -> Any:

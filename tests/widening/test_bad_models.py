@@ -125,7 +125,7 @@ BAD: Cases = {
         pair(lambda width: nn.Sequential(nn.Linear(4, width), nn.Linear(width + 3, 3))),
         ("'1.weight' (3, 7) → (3, 11)", "axis 1", "11 / 7", "nothing produces units that grow so", "a multiple of 7"),
     ),
-    "narrower": (lambda: (*linear(8, 4), {}), ("'0.weight' (8, 4) → (4, 4)", "axis 0 is narrower", "swap the models?")),
+    "narrower": (lambda: (*linear(8, 4), {}), ("'0.weight' (8, 4) → (4, 4)", "it is narrower", "swap the models?")),
     "compiled": (
         pair(lambda width: (torch.compile if width == 4 else nn.Sequential)(nn.Linear(3, width))),
         ("the narrow model is the result of torch.compile: give the model that was compiled",),
