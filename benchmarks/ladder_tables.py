@@ -246,6 +246,21 @@ def methods_table(ends: Ends) -> str:
     return make_table(["", "budget", "grown at", "common seeds", *map(show_way, WIDTH)], rows)
 
 
+def noise_table(ends: Ends) -> str:
+    """Levels of noise of the ways to grow in width, one seed."""
+    levels = sorted({growth.way.noise for growth, _ in ends.grown if growth.direction == "width"})
+    rows = []
+    for growth, budget in ends.points("width"):
+        for method in ("duplication", "diagonal"):
+            ways = [growth._replace(way=Way("", method, level)) for level in levels]
+            losses = {each.way.noise: loss for each in ways if (loss := ends.grown.get((each, budget), {}).get(0))}
+            if max(losses) > WIDTH[0].noise:
+                marked = dict(zip(losses, mark_lowest(losses.values()), strict=True))
+                start, _, *point = show_point(growth, budget)
+                rows.append([start, method, *point, *(marked.get(level, "") for level in levels)])
+    return make_table(["", "how", "budget", "grown at", *(f"{level:g}" for level in levels)], rows)
+
+
 def interpolation_note(ends: Ends) -> str:
     def largest_ratio(against: str) -> float:
         points = [point for direction in DIRECTIONS for point in ends.points(direction)]
@@ -390,6 +405,7 @@ PARTS = {
     "lines": interpolation_note,
     "fixed": fixed_table,
     "methods": methods_table,
+    "noises": noise_table,
     "rates": rates_table,
     "large_batch": large_batch_table,
     "depths": depths_table,
@@ -431,7 +447,7 @@ def draw_advantages(ends: Ends, axes: Any, against: str) -> None:
                 axes.plot(at, found.mean, "^", color=colour, ms=9, mfc="none")
             if found.seeds > 2:
                 bar = [[found.mean - found.low], [found.high - found.mean]]
-                axes.errorbar(at, found.mean, bar, fmt=marker, color=colour, ms=5, lw=0.8, alpha=0.8)
+                axes.errorbar(at, found.mean, bar, fmt=marker, color=colour, ms=5, lw=0.6, alpha=0.7)
             else:
                 axes.plot(at, found.mean, marker, color=colour, mfc="none", ms=5)
         axes.plot([], [], marker, color=colour, label=kind)
@@ -441,7 +457,6 @@ def draw_advantages(ends: Ends, axes: Any, against: str) -> None:
     )
     axes.minorticks_off()
     axes.set_title(BASELINES[against], fontsize=10)
-    axes.legend(fontsize=8)
 
 
 MARKERS = {
@@ -474,6 +489,7 @@ def draw(ends: Ends, folder: Path) -> None:
     figure, both = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
     for axes, against in zip(both, BASELINES, strict=False):
         draw_advantages(ends, axes, against)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(folder / "advantages.png", dpi=110, metadata={"Software": None})
 
 
