@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import yaml
@@ -30,7 +30,7 @@ from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.tensorboard import keep_tables, log_folders
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
-from mupscale.commands import trainer_options
+from mupscale.commands import pattern, trainer_options
 from mupscale.commands._jsonargparse import arguments_of, did_you_mean, key_and_problem, unknown_class, unknown_key
 from mupscale.commands.checkpoints import checked, dictionary
 from mupscale.commands.config import Config
@@ -45,9 +45,6 @@ from mupscale.errors import UserError, one_line
 from mupscale.models._lightning import OpenCLI, Parsers, callbacks_in, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import checkpoint_size, refuse_malformed, refuse_malformed_optimizers, run_in
-
-if TYPE_CHECKING:
-    from mupscale.commands.pattern import Pattern
 
 LOGGER = {
     "class_path": "mupscale.callbacks.tensorboard.LossFirstLogger",
@@ -112,21 +109,18 @@ class CLI(OpenCLI):
         start: RunStart,
         command: str = "",
         folder: Path | None = None,
-        pattern: "Pattern | None" = None,
         plain: Config | None = None,
         **kwargs: Any,
     ) -> None:
         self.command = command
-        self.pattern = pattern
         self.given_plainly = plain
-        self._changes = None if pattern is None or plain is None else pattern.changes(plain)
-        self._is_first = False  # of those that the pattern is for
+        self._derived = None if plain is None else pattern.derive(plain)
         self.folder = folder
         self.ending = ending
         self.start = start
         self.results = ResultFile()
         self.text = ""
-        self.saved: Config | None = None
+        self.saved: Config = {}
         self._log_folders: list[str | None] = []
         super().__init__(*args, **kwargs)
 
@@ -166,12 +160,9 @@ class CLI(OpenCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         assert isinstance(args, list)
-        if self.pattern is not None and self._changes is not None:
-            self.config = self.pattern.parsed(self._changes)
-            if self.pattern.is_checked:
-                parser.validate(self.config)
-            command = self.config.get("subcommand")
-            trainer_options.refuse_levels(self.config[command] if command else self.config)
+        if self._derived is not None:
+            self.config = self._derived.config
+            trainer_options.refuse_levels(self.config["fit"])
             return
         # Lightning's own way would warn that there is a command line as well
         self.config = parser.parse_args(with_merged_callback_args(args))
@@ -186,8 +177,6 @@ class CLI(OpenCLI):
         trainer_options.refuse_levels(config)
         if self.folder is None:
             make_dirpaths_absolute(config)
-        if self.pattern is not None and self.given_plainly is not None:
-            self._is_first = self.pattern.note(self.config, self.given_plainly)
 
     def on_checkpoint_path(self) -> None:
         """Keeps the configuration as it was given: Lightning would override it by the checkpoint's class and arguments.
@@ -299,12 +288,13 @@ class CLI(OpenCLI):
         if self.subcommand is not None:
             self.given[f"{self.subcommand}.ckpt_path"] = None
             self.given[f"{self.subcommand}.seed_everything"] = self.section("seed_everything")
-            if self.pattern is not None and self._changes is not None:
-                self.text, self.saved = self.pattern.text(self._changes)
+            if self._derived is not None:
+                self.text, self.saved = self._derived.text, self._derived.saved
             else:
                 self.text = self.dumped(self.given)
-            if self.pattern is not None and self._is_first:
-                self.pattern.first_text = self.text
+                self.saved = yaml.load(self.text, LOADER)
+                if self.given_plainly is not None:
+                    pattern.known.append(pattern.Parsed(self.given_plainly, self.given, self.text, self.saved))
             saver = SaveConfig(self.text, resumed=self.folder is not None)
             config["callbacks"] = [self.ending, *given, saver, self.results]
 
@@ -330,9 +320,8 @@ class CLI(OpenCLI):
         if not trainer.is_global_zero or is_trial_run(trainer):
             return
         claimed = self.start.claim(trainer, takes_next=self._takes_next_version())
-        saved = yaml.load(self.text, LOADER) if self.saved is None else self.saved
         for callback in callbacks_in(trainer, ExactResume):
-            callback.run = {**claimed, "config": saved, "log_folders": log_folders(trainer)}
+            callback.run = {**claimed, "config": self.saved, "log_folders": log_folders(trainer)}
         keep_tables(trainer)
 
     def after_fit(self) -> None:
@@ -380,12 +369,11 @@ def opened(
     handles_signals: bool = True,
     parser_kwargs: dict[str, Any] | None = None,
     folder: Path | None = None,
-    pattern: "Pattern | None" = None,
     plain: Config | None = None,
 ) -> Iterator[CLI]:
     """A command line, parsed, with its model, data and trainer; its command is run inside of the context, if `run`.
 
-    `plain` is the configuration of a command line with a single file; `pattern` avoids parsing similar ones again. A
+    `plain` is the configuration of a `fit` with a single file, which is derived from a similar one if there was one. A
     command that `handles_signals` ends by SIGTERM after its step.
 
     A mistake in the configuration is a UserError. An error after the first step is raised unchanged.
@@ -423,7 +411,6 @@ def opened(
                 run=run,
                 command=command,
                 folder=folder,
-                pattern=pattern,
                 plain=plain,
                 ending=ending,
                 start=start,

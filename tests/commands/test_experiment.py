@@ -30,7 +30,6 @@ from mupscale.commands.lab.protocols import Experiment
 from mupscale.commands.lab.run import Run, Trial, result_of
 from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.lab.transfer import Panel, WidthCurve, draw, visible_range
-from mupscale.commands.pattern import Patterns
 from mupscale.commands.process import Terminated
 from mupscale.errors import UserError
 
@@ -421,7 +420,7 @@ def test_what_a_worker_answers(capsys: pytest.CaptureFixture[str], monkeypatch: 
             raise error
 
         monkeypatch.setattr(Job, "carry_out", carry_out)
-        return lab_workers.carry_out(job("a"), Patterns())
+        return lab_workers.carry_out(job("a"))
 
     assert fail(Apart("an LSTM")) == ("apart", "an LSTM")
     assert fail(UserError("lr must be positive")) == ("error", "lr must be positive")

@@ -1,6 +1,5 @@
 """Configurations that are made of one that was parsed: as if they had been parsed themselves."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,12 @@ import pytest
 import yaml
 from command_line import small, upscale
 
-from mupscale.commands.cli import Parser, parsed
+from mupscale.commands import pattern
+from mupscale.commands.cli import parsed
 from mupscale.commands.config import Config, at, temporary_file
 from mupscale.commands.configured import described
-from mupscale.commands.lab.space import Axis, Tried, for_trials, refuse_invalid
-from mupscale.commands.pattern import Pattern, Patterns
+from mupscale.commands.lab.space import Axis, for_trials, refuse_invalid
+from mupscale.commands.pattern import Parsed, changes_from
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -27,27 +27,29 @@ def configuration(name: str) -> Config:
     return config
 
 
-def made(config: Config, pattern: Pattern | None) -> str:
+def made(config: Config, plain: Config | None = None) -> str:
     """The config.yaml of a run."""
     with temporary_file(config) as file:
-        return parsed(["fit", "--config", file], pattern=pattern, plain=config).text
+        return parsed(["fit", "--config", file], plain=plain).text
 
 
 @pytest.mark.slow
-def test_numbers_and_texts_need_no_parsing() -> None:
-    pattern = Pattern()
+def test_numbers_and_texts_need_no_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pattern, "known", [])
     first = configuration("a")
-    made(first, pattern)
-    other = at(
-        configuration("b"),
-        {"model.optimizer.lr": 1, "UpscaleCallback.noise.std": 0.5, "seed_everything": 7, "model.optimizer.eps": 1e-6},
-    )
-    changes = pattern.changes(other)
-    assert changes is not None
-    assert changes["model.init_args.optimizer.init_args.lr"] == 1.0
-    by_pattern = made(other, pattern)
+    made(first, first)
+    values = {"model.optimizer.lr": 1.5, "UpscaleCallback.noise.std": 0.5, "model.optimizer.eps": 1e-6}
+    other = at(configuration("b"), {**values, "seed_everything": 7})
+    derived = made(other, other)
+    assert len(pattern.known) == 1
     other["trainer"]["logger"]["init_args"]["version"] = "two"
-    assert by_pattern == made(other, None).replace("version: two", "version: one")
+    assert derived == made(other).replace("version: two", "version: one")
+
+
+def parsed_first(first: Config) -> Parsed:
+    with temporary_file(first) as file:
+        config = parsed(["--config", file], run=False).config
+    return Parsed(first, {"fit": config}, "", {})
 
 
 @pytest.mark.slow
@@ -58,40 +60,27 @@ def test_numbers_and_texts_need_no_parsing() -> None:
         ("UpscaleCallback.noise", None),
         ("UpscaleCallback.noise", {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}),
         ("UpscaleCallback.width", [16, 16]),
-        ("model.optimizer.betas", None),
+        ("model.optimizer.betas", [0.5, 0.9]),
+        ("model.optimizer.lr", 1),
     ],
 )
 def test_all_else_is_parsed(key: str, value: Any) -> None:
     """Above all another class: it has other defaults."""
-    pattern = Pattern()
     first = configuration("a")
-    with temporary_file(first) as file:
-        cli = parsed(["--config", file], run=False)
-    cli.config = type(cli.config)(subcommand="fit", fit=cli.config)
-    assert pattern.note(cli.config, first)
-    assert pattern.changes(at(first, {"model.optimizer.lr": 0.5})) is not None
-    assert pattern.changes(at(first, {key: value})) is None
+    given = parsed_first(first)
+    assert changes_from(given, at(first, {"model.optimizer.lr": 0.5})) is not None
+    assert changes_from(given, at(first, {key: value})) is None
 
 
-def test_patterns_fit_values_of_the_same_kinds() -> None:
+def test_values_are_of_the_same_kinds() -> None:
     """1.0 is all batches, and 1 is one of them."""
     first = configuration("a")
     first["trainer"]["limit_val_batches"] = 1.0
-    patterns = Patterns()
-    pattern = patterns.like(first)
-    with temporary_file(first) as file:
-        assert pattern.note(parsed(["--config", file], run=False).config, first)
-    pattern.first_text = "one"
-    alike, unlike = deepcopy(first), deepcopy(first)
-    alike["trainer"]["limit_val_batches"] = 0.5
-    alike["model"]["init_args"]["width"] = 16
-    unlike["trainer"]["limit_val_batches"] = 1
-    unlike["model"]["init_args"]["width"] = 16
-    assert not pattern.note(None, alike)  # which is not the first
-    assert patterns.like(alike) is pattern
-    assert patterns.like(unlike) is not pattern
-    failed = Patterns()
-    assert failed.like(first) is not failed.like(first)  # the first one never came to run
+    given = parsed_first(first)
+    wide = {"model.width": 16}
+    changes = changes_from(given, at(first, {**wide, "trainer.limit_val_batches": 0.5}))
+    assert changes == {("trainer", "limit_val_batches"): 0.5, ("model", "init_args", "width"): 16}
+    assert changes_from(given, at(first, {**wide, "trainer.limit_val_batches": 1})) is None
 
 
 @pytest.mark.slow
@@ -126,23 +115,3 @@ def test_a_bad_value_in_the_middle_is_refused(key: str, values: list[Any], bad: 
     config = for_trials(configuration("a"))
     with pytest.raises(UserError, match=f"^here: {key}=.*{bad}"):
         refuse_invalid(config, [Axis("seed_everything", (0, 1)), Axis(key, tuple(values))], "here:")
-
-
-@pytest.mark.slow
-def test_values_are_checked_without_parsing_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = for_trials(configuration("a"))
-    files: list[Any] = []
-    original = Parser.parse_args
-
-    def counted(self: Parser, args: Any = None, *more: Any, **named: Any) -> Any:
-        files.append(args)
-        return original(self, args, *more, **named)
-
-    monkeypatch.setattr(Parser, "parse_args", counted)
-    numbers = [Axis("model.optimizer.lr", (1e-3, 0.01, 1)), Axis("model.hidden_layers", (1, 2, 3))]
-    tried = Tried()
-    refuse_invalid(config, [*numbers, Axis("UpscaleCallback.noise.std", (0.1, 0.2))], "one:", tried)
-    refuse_invalid(config, numbers, "two:", tried)
-    assert len(files) == 1
-    refuse_invalid(config, [Axis("UpscaleCallback.method", (METHODS[0], METHODS[2])), *numbers], "three:", tried)
-    assert len(files) == 3

@@ -19,7 +19,6 @@ from mupscale.commands.configured import first_batches
 from mupscale.commands.lab.file import Description, of_width
 from mupscale.commands.lab.parts import Part
 from mupscale.commands.lab.run import Result, Run, Trial, drop_checkpoints, explained, free_memory, logged, with_run
-from mupscale.commands.pattern import Pattern
 from mupscale.commands.widths import Growth, Size, folder_name, model_size
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_in
@@ -108,7 +107,7 @@ class CostRun(Run):
     def known_result(self) -> Result | None:
         return (0.0, 0.0) if (self.folder.parent / COSTS).exists() else None
 
-    def make(self, pattern: Pattern | None = None) -> Result:
+    def make(self) -> Result:
         assert self.description is not None
         start = time.monotonic()
         costs = measured(self.description, self.folder)

@@ -20,7 +20,6 @@ from mupscale.commands.lab import run as runs
 from mupscale.commands.lab.run import Result, Run, Trial
 from mupscale.commands.lab.stack_loop import StackLoop, room_in_stack
 from mupscale.commands.lab.stacked_fit import Apart, Opening
-from mupscale.commands.pattern import Pattern, Patterns
 from mupscale.errors import UserError
 
 MOST_DEATHS = 3
@@ -44,27 +43,26 @@ class Job:
         more = f" and {len(self.trials) - 1} more" if len(self.trials) > 1 else ""
         return f"{self.trials[0].name}{more}"
 
-    def carry_out(self, patterns: Patterns) -> dict[Path, Result]:
+    def carry_out(self) -> dict[Path, Result]:
         """Makes the runs: as many as the memory has room for, and of a trial those up to the first that diverged.
 
         Returns their results by folder. Raises Apart if they cannot be stacked.
         """
-        pattern = patterns.like(self.trials[0].runs[0].config)
-        return make_apart(self.trials, pattern) if self.size == "off" else make_stack(self, pattern)
+        return make_apart(self.trials) if self.size == "off" else make_stack(self)
 
 
-def make_apart(trials: list[Trial], pattern: Pattern) -> dict[Path, Result]:
+def make_apart(trials: list[Trial]) -> dict[Path, Result]:
     answer = {}
     for trial in trials:
         print(f"{trial.name}: begins", flush=True)
         for run in trial.runs:
-            answer[run.folder] = run.make(pattern)
+            answer[run.folder] = run.make()
             if math.isinf(answer[run.folder][0]):
                 break
     return answer
 
 
-def make_stack(job: Job, pattern: Pattern) -> dict[Path, Result]:
+def make_stack(job: Job) -> dict[Path, Result]:
     """Makes similar runs together, as many of them as there is room for. Raises Apart if they cannot be stacked."""
     results: dict[Path, Result] = {}
     begun: list[Run] = []
@@ -77,7 +75,7 @@ def make_stack(job: Job, pattern: Pattern) -> dict[Path, Result]:
                 known = run.result_of_others()
                 if known is None:
                     begun.append(run)
-                    yield runs.open_stacked(run, pattern, results, lambda: len(begun))
+                    yield runs.open_stacked(run, results, lambda: len(begun))
                 else:
                     results[run.folder] = known
 
@@ -133,7 +131,6 @@ class Inline:
 
     def __init__(self) -> None:
         self._job: Job | None = None
-        self._patterns = Patterns()
         runs.set_aside()
 
     @property
@@ -147,7 +144,7 @@ class Inline:
         assert self._job is not None
         job, self._job = self._job, None
         try:
-            return [Ending(job, job.carry_out(self._patterns))]
+            return [Ending(job, job.carry_out())]
         except Apart as reason:
             return [Ending(job, apart=str(reason))]
 

@@ -16,7 +16,7 @@ from mupscale.commands.cli import CLI
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
 from mupscale.commands.configured import described, refuse_optimizers
 from mupscale.commands.lab.run import without_announcements
-from mupscale.commands.lab.space import Axis, Tried, axis_of, for_trials, refuse_invalid, refuse_seeds
+from mupscale.commands.lab.space import Axis, axis_of, for_trials, refuse_invalid, refuse_seeds
 from mupscale.commands.lab.sweep import checked_metric, signal_swap
 from mupscale.commands.reporting.midrun import BUDGETS
 from mupscale.commands.widths import (
@@ -395,12 +395,11 @@ def check(description: Description) -> None:
     with refusals("config"):
         refuse_optimizers(cli.model, cli.trainer)
     signal_swap(grown)
-    tried = Tried()
     for name, axes in description.sweeps.items():
         if description.protocol == "transfer":
-            refuse_invalid(grown, axes, f"sweeps.{name}:", tried)
+            refuse_invalid(grown, axes, f"sweeps.{name}:")
         else:
-            refuse_invalid(description.common if name == "sweep_1" else grown, axes, f"{name}:", tried)
+            refuse_invalid(description.common if name == "sweep_1" else grown, axes, f"{name}:")
 
 
 def checked_methods(description: Description) -> tuple[Config, CLI]:
@@ -428,8 +427,7 @@ def check_midrun(description: Description) -> None:
         with refusals(f"schedules.{name}"):
             refuse_optimizers(cli.model, cli.trainer)
         refuse_validated_schedule(f"schedules.{name}", config)
-    tried = Tried()
-    refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:", tried)
+    refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:")
     for width in (keys.middle, keys.small_middle):
         _, cli = description.made(of_width(width))
         with refusals(f"middle: width {width}"):
@@ -438,7 +436,7 @@ def check_midrun(description: Description) -> None:
         for growth in description.growths:
             grown, cli = description.made(growing(growth, 1, noise))
             refuse_growth(growth, cli)
-        refuse_invalid(grown, description.sweeps["sweep_2"], f"sweep_2, noises.{name}:", tried)
+        refuse_invalid(grown, description.sweeps["sweep_2"], f"sweep_2, noises.{name}:")
 
 
 def refuse_validated_schedule(where: str, config: Config) -> None:

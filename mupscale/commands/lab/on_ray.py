@@ -286,13 +286,12 @@ def make_job(site: Site, needs: Resources, pickled: bytes) -> "dict[Path, Result
     import torch
 
     from mupscale.commands.lab.run import without_announcements
-    from mupscale.commands.pattern import Patterns
 
     torch.set_num_threads(max(1, int(needs.cpus)))
     if 0 < needs.gpus < 1 and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(needs.gpus)
     with without_announcements():
         try:
-            return job.carry_out(Patterns())
+            return job.carry_out()
         except Terminated as ending:
             raise SystemExit(1) from ending  # as Ray ends a process on SIGTERM

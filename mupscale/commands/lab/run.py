@@ -21,7 +21,6 @@ from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.cli import CLI, LOGGER, opened
 from mupscale.commands.config import Config, class_name, read_json, temporary_file
-from mupscale.commands.pattern import Pattern
 from mupscale.commands.run_files import write_result
 from mupscale.commands.run_folder import RESULT, Claim, Taken
 from mupscale.errors import UserError
@@ -78,13 +77,13 @@ class Run:
         """The checkpoint from which the run continues; None if it starts from the beginning."""
         return newest_checkpoint(self.folder) if (self.folder / "config.yaml").exists() else (None, {})
 
-    def make(self, pattern: Pattern | None = None) -> "Result":
-        """Fits or resumes the run; prints its progress if it is long. `pattern` is that of similar configurations."""
+    def make(self) -> "Result":
+        """Fits or resumes the run; prints its progress if it is long."""
         torch.compiler.reset()  # dynamo stops compiling after a few networks
         start = time.monotonic()
         result = self.result_of_others()
         if result is None:
-            with progress(self.name), open_run(self, pattern) as cli:
+            with progress(self.name), open_run(self) as cli:
                 cli.run_subcommand()
             result = record_run(self, cli, time.monotonic() - start)
         free_memory()
@@ -119,7 +118,7 @@ def ending_of(runs: Iterable[Any], find: Callable[[Any], Result | None]) -> list
 
 
 @contextmanager
-def open_run(run: Run, pattern: Pattern | None = None, *, handles_signals: bool = True) -> Iterator[CLI]:
+def open_run(run: Run, *, handles_signals: bool = True) -> Iterator[CLI]:
     """The command line that fits or resumes a run; what is printed inside of the context goes to the log of the run."""
     path, _ = run.newest_checkpoint()
     options: dict[str, Any] = {"handles_signals": handles_signals}
@@ -131,7 +130,7 @@ def open_run(run: Run, pattern: Pattern | None = None, *, handles_signals: bool 
             shutil.rmtree(run.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
             arguments = ["--config", contexts.enter_context(temporary_file(run.config))]
             if run.starts_from is None:
-                options |= {"pattern": pattern, "plain": run.config}
+                options |= {"plain": run.config}
             else:
                 arguments += ["--ckpt_path", str(run.starts_from)]
         contexts.enter_context(logged(run.folder))
@@ -140,14 +139,14 @@ def open_run(run: Run, pattern: Pattern | None = None, *, handles_signals: bool 
 
 @contextmanager
 def open_stacked(
-    run: Run, pattern: Pattern | None, results: dict[Path, Result], beside: Callable[[], int]
+    run: Run, results: dict[Path, Result], beside: Callable[[], int]
 ) -> Iterator[tuple[Trainer, dict[str, Any]]]:
     """The trainer of a run, and the arguments of its `fit`, which others call in parts.
 
     In the end its result is among the `results`. `beside` is the number of runs that share its time, itself included.
     """
     start = time.monotonic()
-    with open_run(run, pattern, handles_signals=False) as cli:
+    with open_run(run, handles_signals=False) as cli:
         cli.before_fit()
         yield cli.trainer, cli.subcommand_arguments()
         cli.after_fit()

@@ -17,10 +17,9 @@ import torch
 import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.cli import CLI, parsed
+from mupscale.commands.cli import parsed
 from mupscale.commands.config import Config, Point, at, brief, callback_key, number_in, temporary_file
 from mupscale.commands.configured import refuse_growths
-from mupscale.commands.pattern import Pattern
 from mupscale.data_files import DECIMAL, yaml_of
 from mupscale.errors import UserError
 
@@ -259,48 +258,22 @@ def for_trials(config: Config) -> Config:
     return answer
 
 
-class Tried:
-    """Configurations that were tried already. Those that differ in numbers alone are not parsed again."""
-
-    def __init__(self) -> None:
-        self._patterns: list[Pattern] = []
-        self._models: set[str] = set()
-
-    def refuse(self, config: Config, growing: bool) -> None:
-        """Raises a UserError if `fit` would refuse a configuration; with `growing`, if it would refuse its growth."""
-        cli = self._made(config)
-        model = json.dumps(config["model"], sort_keys=True)
-        if model not in self._models:
-            with torch.random.fork_rng(devices=[]):
-                cli.model.network(cli.model.width, meta=True)
-            self._models.add(model)
-        if growing:
-            refuse_growths(cli.model, cli.trainer)
-
-    def _made(self, config: Config) -> CLI:
-        """The model, data and trainer of a configuration."""
-        for pattern in self._patterns:
-            if pattern.changes(config) is not None:
-                try:
-                    return parsed([], run=False, pattern=pattern, plain=config)
-                except (UserError, TypeError, KeyError):
-                    break  # the message of the parser names the key
-        pattern = Pattern(is_checked=True)
-        with temporary_file(config) as file:
-            cli = parsed(["--config", file], run=False, pattern=pattern, plain=config)
-        self._patterns.append(pattern)
-        return cli
+def refuse_config(config: Config, growing: bool) -> None:
+    """Raises a UserError if `fit` would refuse a configuration; with `growing`, if it would refuse its growth."""
+    with temporary_file(config) as file:
+        cli = parsed(["--config", file], run=False)
+    with torch.random.fork_rng(devices=[]):
+        cli.model.network(cli.model.width, meta=True)
+    if growing:
+        refuse_growths(cli.model, cli.trainer)
 
 
-def refuse_invalid(config: Config, axes: list[Axis], where: str, tried: Tried | None = None) -> None:
+def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
     """UserError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values.
 
     Each value is tried by itself. Those of an upscale are tried a second time in a trial of the sweep, whose growth is
     planned: whether a width or a method fits depends on the other axes.
-
-    `tried` is what was tried for other sweeps of the same experiment.
     """
-    tried = Tried() if tried is None else tried
     grown = [axis for axis in axes if _changes_growth(axis.key)]
     first = {axis.key: samples(axis)[0] for axis in axes}
     points = [(axis, value, {axis.key: value}, axes == grown == [axis]) for axis in axes for value in samples(axis)]
@@ -312,7 +285,7 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str, tried: Tried | 
         except UserError as error:
             raise UserError(f"{where} {error}") from error
         try:
-            tried.refuse(changed, growing)
+            refuse_config(changed, growing)
         except UserError as error:
             raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
 

@@ -23,7 +23,6 @@ from mupscale.commands.lab.driver import Ending, Job, failed_words
 from mupscale.commands.lab.run import set_aside, without_announcements
 from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
-from mupscale.commands.pattern import Patterns
 from mupscale.commands.process import (
     EXIT_CODE,
     Terminated,
@@ -151,10 +150,9 @@ def main() -> None:
 def serve(connection: Connection) -> None:
     requests: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=receive, args=(connection, requests), daemon=True).start()
-    patterns = Patterns()
     set_aside()
     while True:
-        connection.send(carry_out(pickle.loads(requests.get()), patterns))
+        connection.send(carry_out(pickle.loads(requests.get())))
 
 
 def receive(connection: Connection, requests: "SimpleQueue[bytes]") -> None:
@@ -166,10 +164,10 @@ def receive(connection: Connection, requests: "SimpleQueue[bytes]") -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def carry_out(job: Job, patterns: Patterns) -> tuple[str, Any]:
+def carry_out(job: Job) -> tuple[str, Any]:
     """Makes a job; what the driver gets to know of it."""
     try:
-        return "results", job.carry_out(patterns)
+        return "results", job.carry_out()
     except Apart as reason:
         return "apart", str(reason)
     except Exception as error:
