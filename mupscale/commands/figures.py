@@ -1,28 +1,22 @@
-"""Figures: heatmaps, scatter plots, profiles, curves and rows of dots. Each is written as PNG and PDF."""
+"""Figures: heatmaps, scatter plots, profiles, lines and rows of dots. Each is written as PNG and PDF."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
-from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
 STAR: dict[str, Any] = {"marker": "*", "color": "red", "edgecolors": "white", "linewidths": 0.8, "zorder": 5}
 COLOURS = "viridis"
 
-
-class Curve(NamedTuple):
-    """A line, and the value that its colour shows."""
-
-    value: Any
-    x: Sequence[float]
-    y: Sequence[float]
+ABOVE = 3
+"""Profiles are cut off at this multiple of the highest star."""
 
 
 class Band(NamedTuple):
@@ -158,61 +152,52 @@ def scatter(path: Path, points: Sequence[tuple[Any, Any, float]], x_label: str, 
     return save(drawn, path)
 
 
-def profile(path: Path, x: Sequence[Any], values: Sequence[float], x_label: str, label: str) -> list[Path]:
-    """Draws values over one axis: the smallest starred, infinite ones (diverged) left out.
-
-    The axis is logarithmic if its values are all positive.
-    """
+def profile(
+    path: Path, levels: Sequence[Any], values: Mapping[Any, Sequence[float]], x_label: str, label: str
+) -> list[Path]:
+    """Draws values over the levels of one axis."""
     drawn, ax = figure()
-    positions = list(x) if is_positive(x) else list(range(len(x)))
-    pairs = sorted((position, value) for position, value in zip(positions, values, strict=True) if math.isfinite(value))
-    ax.plot([position for position, _ in pairs], [value for _, value in pairs], marker="o", markersize=4)
-    best, lowest = min(pairs, key=lambda pair: pair[1])
-    ax.scatter([best], [lowest], s=220, **STAR)
-    if is_positive(x):
-        ax.set_xscale("log")
-        margin = (max(positions) / min(positions)) ** 0.05
-        ax.set_xlim(min(positions) / margin, max(positions) * margin)  # with room for diverged ones
-    if len(x) <= 12:
-        ax.set_xticks(positions, [tick(a) for a in x], **slanted(x))
-        ax.minorticks_off()
-    ax.ticklabel_format(axis="y", useOffset=False)
+    draw_profiles(ax, levels, {"": values})
     ax.set_xlabel(x_label)
     ax.set_ylabel(label)
     return save(drawn, path)
 
 
-def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label: str, title: str = "") -> list[Path]:
-    """Draws curves, coloured by their value, over a log vertical axis that is cut where one would hide the others."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LogNorm
+def draw_profiles(ax: "Axes", levels: Sequence[Any], lines: Mapping[str, Mapping[Any, Sequence[float]]]) -> None:
+    """Draws lines over levels: at each level the mean of some values, and their range; the lowest mean is starred.
 
-    drawn, ax = figure(5.6, 4.0)
-    lines = sorted(lines, key=lambda line: line.value) if is_ordered([line.value for line in lines]) else list(lines)
-    numbers = [line.value for line in lines]
-    scale = LogNorm(min(numbers), max(numbers)) if is_positive(numbers) and len(set(numbers)) > 1 else None
-    for index, line in enumerate(lines):
-        colour = colormaps[COLOURS](scale(line.value) if scale else index / max(1, len(lines) - 1))
-        ax.plot(line.x, line.y, color=colour, linewidth=1.2, label=tick(line.value))
-    if scale is not None:
-        bar = drawn.colorbar(ScalarMappable(scale, COLOURS), ax=ax, label=label)
-        levels = sorted(set(numbers))
-        room = (levels[-1] / levels[0]) ** (1 / 15)  # closer labels would overlap
-        if all(b / a > room for a, b in pairwise(levels)):
-            bar.set_ticks(levels, labels=[tick(number) for number in levels])
-            bar.minorticks_off()
-        else:
-            plain_numbers(bar.ax.yaxis, levels)
-    else:
-        ax.legend(title=label, fontsize=7, title_fontsize=8)
-    low, high = span([line.y for line in lines])
-    ax.set_ylim(low, high)
-    make_log(ax.yaxis, (low, high))
-    ax.set_xlabel(x_label)
-    ax.set_ylabel(y_label)
-    ax.set_title(title, fontsize=9)
-    return save(drawn, path)
+    Levels with an infinite value (diverged) are left out. The axis of the levels is logarithmic if they are all
+    positive. The vertical axis is cut at a few times the stars, where lines differ.
+    """
+    from matplotlib import colormaps
+
+    is_log = is_positive(levels)
+    place = dict(zip(levels, levels if is_log else range(len(levels)), strict=True))
+    means: list[float] = []
+    lowest: list[float] = []
+    for index, (label, values) in enumerate(lines.items()):
+        colour = colormaps[COLOURS](0.9 * index / max(1, len(lines) - 1))
+        finite = [level for level in levels if level in values and math.isfinite(sum(values[level]))]
+        x, y = [place[level] for level in finite], [fmean(values[level]) for level in finite]
+        lows, highs = ([end(values[level]) for level in finite] for end in (min, max))
+        ax.fill_between(x, lows, highs, color=colour, alpha=0.15, linewidth=0)
+        ax.plot(x, y, marker="o", markersize=3.5, color=colour, label=label)
+        best = y.index(min(y))
+        ax.scatter([x[best]], [y[best]], s=150, **{**STAR, "color": colour})
+        means += y
+        lowest.append(y[best])
+    low, high = min(means), max(means)
+    if low > 0:
+        high = min(high, ABOVE * max(lowest))
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    ax.set_ylim(low - margin, high + margin)
+    if is_log:
+        ax.set_xscale("log")
+        room = 1.02 * (max(levels) / min(levels)) ** 0.05  # also for levels that are left out
+        ax.set_xlim(min(levels) / room, max(levels) * room)
+    if len(levels) <= 12:
+        ax.set_xticks(list(place.values()), [tick(level) for level in levels], **slanted(levels))
+        ax.minorticks_off()
 
 
 def bands(
@@ -283,15 +268,10 @@ def dots(path: Path, rows: Sequence[Dots], labels: Sequence[str]) -> list[Path]:
 
 
 def make_log(axis: Any, values: Sequence[float]) -> None:
-    """Makes an axis logarithmic, with plain numbers where it is short."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    plain_numbers(axis, values)
-
-
-def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:
-    """Labels a short log axis with plain numbers, because it has few powers of ten."""
+    """Makes an axis logarithmic; a short one, which has few powers of ten, gets plain numbers."""
     from matplotlib.ticker import LogLocator, NullLocator
 
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     ratio = max(values) / min(values)
     if ratio < 1000:
         axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if ratio < 8 else (1, 2, 5)))
@@ -317,14 +297,6 @@ def worth_showing(lines: Sequence[Band], higher_is_better: bool) -> tuple[float,
     if not higher_is_better and good > 0:
         low = max(low, good / 1.15)
     return low, high, min(extremes) < low or max(extremes) > high
-
-
-def span(lines: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The range worth showing: all ends and minima, and beginnings up to three times the best line's."""
-    low = min(min(y) for y in lines)
-    ends = max(y[-1] for y in lines)
-    start = min(max(y) for y in lines)
-    return low / 1.1, max(min(ends, 3 * start), start) * 1.1
 
 
 def loss_norm(values: Sequence[float]) -> Any:

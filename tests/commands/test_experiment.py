@@ -22,6 +22,7 @@ from sweeps import starts
 from tiers import slow_except
 
 from mupscale.__main__ import main
+from mupscale.commands import figures
 from mupscale.commands.lab import workers as lab_workers
 from mupscale.commands.lab.driver import Driver, Job
 from mupscale.commands.lab.file import Description, Growth, check, growths_of, read
@@ -29,7 +30,7 @@ from mupscale.commands.lab.parts import SweepPart
 from mupscale.commands.lab.protocols import Experiment
 from mupscale.commands.lab.run import Run, Trial, result_of
 from mupscale.commands.lab.stacked_fit import Apart
-from mupscale.commands.lab.transfer import Panel, WidthCurve, draw, visible_range
+from mupscale.commands.lab.transfer import Panel, WidthCurve, draw
 from mupscale.commands.process import Terminated
 from mupscale.errors import UserError
 
@@ -322,7 +323,9 @@ def test_the_verdict_of_transfer() -> None:
     moving.curves[0].values[1.6] = [math.inf]
     moving.curves[1].values[0.1] = [1000.0, 1000.0]
     assert [curve.optimum for curve in moving.curves] == [0.2, 0.8]
-    low, high = visible_range(moving)
+    _, (ax,) = figures.panels(5, 4)
+    figures.draw_profiles(ax, moving.levels, {str(curve.growth): curve.values for curve in moving.curves})
+    low, high = ax.get_ylim()
     assert low < 1.1
     assert 3.2 < high < 3.6  # three times the optima, 1.1; not the thousand
     assert [path.name for path in draw(Path("t"), [moving, panel(2, 2)], "loss")] == ["t.png", "t.pdf"]
@@ -416,7 +419,7 @@ def test_what_a_worker_answers(capsys: pytest.CaptureFixture[str], monkeypatch: 
         answers("error", None)
 
     def fail(error: Exception) -> tuple[str, Any]:
-        def carry_out(self: Job, patterns: Any) -> None:
+        def carry_out(self: Job) -> None:
             raise error
 
         monkeypatch.setattr(Job, "carry_out", carry_out)

@@ -51,6 +51,9 @@ POINTS = "points.json"
 MOST_POINTS = 60
 """Of a training curve: each is the mean of several steps."""
 
+MOST_LINES = 12
+"""In the figure of training curves; of more trials, some are left out."""
+
 
 class Sweep:
     """The sweep of these settings in the folder `out`. UserError if the folder holds another one."""
@@ -312,45 +315,47 @@ def draw_sweep(out: Path, settings: Settings, outcomes: list[Outcome], best: Out
     if not axes:
         return []
     label = metric_label(settings.metric)
-    values = [outcome.value for outcome in outcomes]
     if len(axes) == 1:
         key = axes[0].key
-        levels = [level(outcome.point[key]) for outcome in outcomes]
-        paths = figures.profile(out / "profile", levels, values, key, label)
+        found: dict[Any, list[float]] = {}
+        for outcome in outcomes:
+            found.setdefault(level(outcome.point[key]), []).append(outcome.value)
+        levels = sorted(found) if axes[0].bounds else in_order(axes[0])
+        paths = figures.profile(out / "profile", levels, found, key, label)
     else:
         x, y = axes if len(axes) == 2 else most_influential(axes, outcomes)
         label = f"{label} (best over {len(axes) - 2} more)" if len(axes) > 2 else label
-        places = [(level(outcome.point[x.key]), level(outcome.point[y.key])) for outcome in outcomes]
-        paths = draw_plane(out, x, y, list(zip(places, values, strict=True)), label)
+        points = [(level(outcome.point[x.key]), level(outcome.point[y.key]), outcome.value) for outcome in outcomes]
+        paths = draw_plane(out, x, y, points, label)
     colour = next((axis for axis in axes if "noise" in axis.key), axes[-1])
     return [*paths, *draw_curves(out / "curves", settings, outcomes, best, colour)]
 
 
-def draw_plane(out: Path, x: Axis, y: Axis, found: list[tuple[tuple[Any, Any], float]], label: str) -> list[Path]:
+def draw_plane(out: Path, x: Axis, y: Axis, points: list[tuple[Any, Any, float]], label: str) -> list[Path]:
     """Draws the metric over two axes; of trials that differ in the other axes, the best."""
     if x.bounds or y.bounds:
-        return figures.scatter(out / "scatter", [(*place, value) for place, value in found], x.key, y.key, label)
+        return figures.scatter(out / "scatter", points, x.key, y.key, label)
 
     def best_at(a: Any, b: Any) -> float | None:
-        return min((value for place, value in found if place == (a, b)), default=None)
+        return min((value for *place, value in points if place == [a, b]), default=None)
 
     return figures.heatmap(out / "heatmap", in_order(x), in_order(y), best_at, x.key, y.key, label)
 
 
-def draw_curves(path: Path, settings: Settings, outcomes: list[Outcome], best: Outcome, colour: Axis) -> list[Path]:
+def draw_curves(path: Path, settings: Settings, outcomes: list[Outcome], best: Outcome, axis: Axis) -> list[Path]:
     """Draws training curves by the level of one axis, the others at their best where they have levels."""
-    others = [axis for axis in settings.axes if axis != colour and len(axis.values) > 1]
-    fixed = {axis.key: best.point[axis.key] for axis in others}
-    lines = []
-    for outcome in outcomes:
-        if math.isfinite(outcome.value) and all(outcome.point[key] == value for key, value in fixed.items()):
-            x, y = mean_curve([training_curve(run) for run in outcome.runs])
-            if x:
-                lines.append(figures.Curve(level(outcome.point[colour.key]), x, y))
-    if not lines:
-        return []
-    title = f"at {point_text(fixed, labels([axis.key for axis in settings.axes]))}" if fixed else ""
-    return figures.curves(path, lines, "step", "training loss", colour.key, title)
+    names = labels([each.key for each in settings.axes])
+    fixed = {each.key: best.point[each.key] for each in settings.axes if each != axis and len(each.values) > 1}
+    shown = [outcome for outcome in outcomes if math.isfinite(outcome.value) and fixed.items() <= outcome.point.items()]
+    if figures.is_ordered([outcome.point[axis.key] for outcome in shown]):
+        shown.sort(key=lambda outcome: outcome.point[axis.key])
+    lines: list[figures.Band] = []
+    for outcome in shown[:: math.ceil(len(shown) / MOST_LINES)]:
+        x, y = mean_curve([read_log(run).loss for run in outcome.runs])
+        if x:
+            lines.append(figures.Band(point_text({axis.key: outcome.point[axis.key]}, names), len(lines), x, y, y, y))
+    x_label = f"steps, at {point_text(fixed, names)}" if fixed else "steps"
+    return figures.bands(path, lines, x_label, "training loss") if lines else []
 
 
 def metric_label(metric: str) -> str:
@@ -386,14 +391,8 @@ def most_influential(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
     return [axis for axis in axes if axis in chosen]
 
 
-def training_curve(run: Path) -> list[tuple[int, float]]:
-    """The training loss by step, from a run's TensorBoard logs."""
-    return [(step - 1, loss) for step, loss in sorted(read_log(run).loss.items())]
-
-
-def mean_curve(curves: list[list[tuple[int, float]]]) -> tuple[list[float], list[float]]:
+def mean_curve(tables: list[dict[int, float]]) -> tuple[list[float], list[float]]:
     """The mean of curves over their common steps, with neighbouring points merged."""
-    tables = [dict(curve) for curve in curves]
     steps = sorted(set.intersection(*(set(table) for table in tables)))
     size = max(1, math.ceil(len(steps) / MOST_POINTS))
     groups = [steps[start : start + size] for start in range(0, len(steps), size)]

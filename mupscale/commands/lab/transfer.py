@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mupscale.atomic import write_text
 from mupscale.commands import figures
@@ -17,14 +17,8 @@ from mupscale.commands.reporting.compare import chosen_without_seed, is_edge
 from mupscale.commands.widths import Growth, width_number
 from mupscale.text_tables import as_csv
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 STAYS = 1
 """By how many grid cells an optimum may move and still count as stable: the true one may lie between two cells."""
-
-ABOVE = 3
-"""The figure is cut off at this multiple of the worst optimum."""
 
 
 class Optimum(NamedTuple):
@@ -259,46 +253,10 @@ def draw(path: Path, panels: list[Panel], label: str) -> list[Path]:
     """
     figure, axes = figures.panels(5.2 * len(panels), 4.5, columns=len(panels))
     for ax, each in zip(axes, panels, strict=True):
-        draw_curves(ax, each)
-        ax.set_ylim(*visible_range(each))
+        figures.draw_profiles(ax, each.levels, {str(curve.growth): curve.values for curve in each.curves})
         ax.set_xlabel(each.key)
         ax.set_ylabel(label)
         ax.set_title(each.title, fontsize=10, parse_math=False)
     lines, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=10)
     return figures.save(figure, path)
-
-
-def draw_curves(ax: "Axes", each: Panel) -> None:
-    from matplotlib import colormaps
-
-    logarithmic = figures.is_positive(each.levels)
-    positions = each.levels if logarithmic else list(range(len(each.levels)))
-    place = dict(zip(each.levels, positions, strict=True))
-    for index, curve in enumerate(each.curves):
-        colour = colormaps[figures.COLOURS](0.9 * index / max(1, len(each.curves) - 1))
-        finite = [level for level in each.levels if math.isfinite(curve.mean(level))]
-        x = [place[level] for level in finite]
-        lows = [min(curve.values[level]) for level in finite]
-        highs = [max(curve.values[level]) for level in finite]
-        means = [curve.mean(level) for level in finite]
-        ax.fill_between(x, lows, highs, color=colour, alpha=0.15, linewidth=0)
-        ax.plot(x, means, marker="o", markersize=3.5, color=colour, label=str(curve.growth))
-        star = {**figures.STAR, "color": colour}
-        ax.scatter([place[curve.optimum]], [curve.mean(curve.optimum)], s=150, **star)
-    if logarithmic:
-        ax.set_xscale("log")
-    if len(each.levels) <= 12:
-        ax.set_xticks(positions, [figures.tick(level) for level in each.levels])
-        ax.minorticks_off()
-
-
-def visible_range(each: Panel) -> tuple[float, float]:
-    """The range of the vertical axis: all means, but only up to a few times the optima, where the curves differ."""
-    means = [curve.mean(level) for curve in each.curves for level in each.levels]
-    finite = [mean for mean in means if math.isfinite(mean)]
-    low, high = min(finite), max(finite)
-    if low > 0:
-        high = min(high, ABOVE * max(curve.mean(curve.optimum) for curve in each.curves))
-    margin = 0.06 * (high - low)
-    return low - margin, high + margin
