@@ -4,7 +4,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -171,25 +171,23 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
-    def add_value(self, path: Keys, value: Any) -> None:
-        self._metadata.state_dict_metadata[_name(path)] = BytesStorageMetadata()
-        self._save(path, None, None, value, 0)
-
-    def add_tensor(
-        self, path: Keys, shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[[slice], Tensor]
-    ) -> None:
-        """Writes a tensor, of which every shard gets its share of `rows`."""
-        count = shape[0] if shape else 1
+    def add(self, path: Keys, value: Any) -> None:
+        """Writes a value; of a tensor, every shard gets its share of the rows."""
+        if not isinstance(value, Tensor):
+            self._metadata.state_dict_metadata[_name(path)] = BytesStorageMetadata()
+            self._save(path, None, None, value, 0)
+            return
+        count = len(value) if value.ndim else 1
         most = max(-(-count // len(self._shards)), 1)  # as torch.chunk, and as FSDP2 shards
         chunks = []
         for shard, start in enumerate(range(0, max(count, 1), most)):
-            part = rows(slice(start, min(start + most, count)))
-            offsets = torch.Size([start, *[0] * (len(shape) - 1)] if shape else [])
+            part = value[start : start + most] if value.ndim else value
+            offsets = torch.Size([start, *[0] * (value.ndim - 1)] if value.ndim else [])
             chunks.append(ChunkStorageMetadata(offsets, part.shape))
             # a view would be saved with all that is in its memory
             is_view = part.untyped_storage().nbytes() > part.nbytes
             self._save(path, offsets, len(chunks) - 1, part.clone() if is_view else part, shard)
-        kind = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+        kind = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, chunks)
         self._metadata.state_dict_metadata[_name(path)] = kind
 
     def finish(self, rest: dict[str, Any]) -> None:

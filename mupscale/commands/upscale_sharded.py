@@ -1,8 +1,6 @@
 """A sharded checkpoint widened into another one, tensor by tensor, without ever holding the model."""
 
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +37,7 @@ from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import births_of, check_transfer
 from mupscale.widening.stepping import set_records
-from mupscale.widening.write import first_non_finite, refuse_other_rescale, remember_widths, widen_
-
-Rows = Callable[[slice], Tensor]
-"""Makes some rows of a wide tensor."""
+from mupscale.widening.write import first_non_finite, refuse_other_rescale, remember_widths
 
 
 class ShardedGrowth:
@@ -139,33 +134,26 @@ class ShardedGrowth:
     def _write_weight(self, path: Keys, writer: ShardWriter) -> None:
         name, source = str(path[1]), self.checkpoint.read(path)
         if name not in self.entries:
-            _copy(path, source, writer)
+            writer.add(path, source)
             return
         for target, entry in self.entries[name].items():
             is_parameter = entry.name in self.plan.parameters
             bad = first_non_finite([(name, source)], infinite_allowed=not is_parameter and not entry.grows)
             if bad is not None:
                 raise UserError(f"{name!r} has NaN or infinite entries; use an earlier checkpoint")
-            rows = self._rows_of(target, source, entry, is_parameter)
-            writer.add_tensor((path[0], target), entry.wide_shape, source.dtype, rows)
+            wide = self._widened(target, source, entry) if is_parameter else _duplicated(source, entry)
+            writer.add((path[0], target), wide)
 
-    def _rows_of(self, name: str, source: Tensor, entry: Growth, is_parameter: bool) -> Rows:
-        """What makes the rows of a weight or buffer: each by itself, or, where that is not possible, all at once."""
-        if not is_parameter:
-            return partial(_duplicated, source, entry, 1.0)
-        if entry.fill is not None:
-            return partial(_filled, source, entry, entry.fill)
-        is_noisy = self.noise is not None and self.noise.applies(entry)
-        if self.method.widens_by_rows and not is_noisy and entry.wide_shape:
-            return partial(_widened, source, entry)
+    def _widened(self, name: str, source: Tensor, entry: Growth) -> Tensor:
         weight = torch.empty(entry.wide_shape, dtype=source.dtype)
+        if entry.fill is not None:
+            return weight.fill_(entry.fill)
         self.method.widen_(weight, source, entry)
-        if is_noisy:
-            assert self.noise is not None
+        if self.noise is not None and self.noise.applies(entry):
             self.constants[entry.name] = add_noise_(weight, entry, self.noise, source, self.seed)
             if not bool(torch.isfinite(weight).all()):
                 raise UserError(f"noise: on {name!r} it is too large for {weight.dtype}. Give a lower level")
-        return weight.__getitem__ if entry.wide_shape else lambda _: weight
+        return weight
 
     def _write_state(self, path: Keys, optimizer: Optimizer, writer: ShardWriter) -> None:
         """State of a parameter's shape, duplicated and scaled; counters as they are."""
@@ -182,17 +170,17 @@ class ShardedGrowth:
             place = section, part, target, key
             begins = entry.inserted == "identity"  # a new layer has no history
             if not isinstance(value, Tensor) or key not in rule.state:
-                _copy(place, value * 0 if begins else value, writer)
+                writer.add(place, value * 0 if begins else value)
                 continue
             scale = 0.0 if begins else table.state(self.method.scale(entry), rule.state.get(str(key), 0))
-            writer.add_tensor(place, entry.wide_shape, value.dtype, partial(_duplicated, value, entry, scale))
+            writer.add(place, _duplicated(value, entry, scale))
 
     def _write_groups(self, number: int, optimizer: Optimizer, writer: ShardWriter) -> None:
         names = iter(optimizer_names(self.wide, optimizer, "net."))
         for index, group in enumerate(optimizer.state_dict()["param_groups"]):
             for key, value in group.items():
                 kept = [next(names) for _ in value] if key == "params" else value
-                writer.add_value((f"optimizer_{number}", "param_groups", index, key), kept)
+                writer.add((f"optimizer_{number}", "param_groups", index, key), kept)
 
 
 def _refuse_method(method: GrowthMethod, optimizer: bool) -> None:
@@ -235,28 +223,9 @@ def _shown(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(shape)
 
 
-def _copy(path: Keys, value: Any, writer: ShardWriter) -> None:
-    if isinstance(value, Tensor):
-        rows = value.__getitem__ if value.ndim else lambda _: value
-        writer.add_tensor(path, tuple(value.shape), value.dtype, rows)
-    else:
-        writer.add_value(path, value)
-
-
-def _widened(source: Tensor, entry: Growth, rows: slice) -> Tensor:
-    target = torch.empty(rows.stop - rows.start, *entry.wide_shape[1:], dtype=source.dtype)
-    widen_(target, source, entry, rows)
-    return target
-
-
-def _filled(source: Tensor, entry: Growth, value: float, rows: slice) -> Tensor:
-    shape = (rows.stop - rows.start, *entry.wide_shape[1:]) if entry.wide_shape else ()
-    return torch.full(shape, value, dtype=source.dtype)
-
-
-def _duplicated(source: Tensor, entry: Growth, scale: float, rows: slice) -> Tensor:
+def _duplicated(source: Tensor, entry: Growth, scale: float = 1.0) -> Tensor:
     if not entry.wide_shape:
         return source * scale if scale != 1.0 else source
-    target = torch.empty(rows.stop - rows.start, *entry.wide_shape[1:], dtype=source.dtype)
-    duplicate_(target, source, entry.layouts, scale=scale, rows=rows)
+    target = torch.empty(entry.wide_shape, dtype=source.dtype)
+    duplicate_(target, source, entry.layouts, scale=scale)
     return target

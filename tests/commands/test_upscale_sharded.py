@@ -113,14 +113,13 @@ def write_large(folder: Path) -> int:
     folder.mkdir()
     with ShardWriter(folder, 4) as writer:
         for name, tensor in module.state_dict().items():
-            shape = tuple(tensor.shape)
             for path in (("state_dict", name), *(("optimizer_0", "state", name, k) for k in ("exp_avg", "exp_avg_sq"))):
-                writer.add_tensor(path, shape, tensor.dtype, lambda rows, tensor=tensor: tensor[rows].detach().abs())
-            writer.add_tensor(("optimizer_0", "state", name, "step"), (), torch.float32, lambda _: torch.tensor(1.0))
+                writer.add(path, tensor.detach().abs())
+            writer.add(("optimizer_0", "state", name, "step"), torch.tensor(1.0))
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for index, group in enumerate(optimizer.param_groups):
             for key, value in (group | {"params": [names[id(p)] for p in group["params"]]}).items():
-                writer.add_value(("optimizer_0", "param_groups", index, key), value)
+                writer.add(("optimizer_0", "param_groups", index, key), value)
         writer.finish(rest)
     wide = module.network(WIDE, meta=True)
     return 12 * sum(parameter.numel() for parameter in wide.parameters())

@@ -11,7 +11,7 @@ from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
-from mupscale.models.sharded import Keys, ShardWriter
+from mupscale.models.sharded import ShardWriter
 
 Change = Callable[[dict[str, Any]], Any]
 """Changes a checkpoint in place."""
@@ -51,22 +51,15 @@ def save_sharded(source: Path, folder: Path, shards: int) -> None:
     folder.mkdir()
     with ShardWriter(folder, shards) as writer:
         for name, value in weights.items():
-            add(writer, ("state_dict", name), value)
+            writer.add(("state_dict", name), value)
         for number, (names, saved) in enumerate(
             zip(checkpoint[CHECKPOINT_KEY]["optimizer_names"], states, strict=True)
         ):
             first = f"optimizer_{number}"
             for index, state in saved["state"].items():
                 for key, value in state.items():
-                    add(writer, (first, "state", names[index], key), value)
+                    writer.add((first, "state", names[index], key), value)
             for index, group in enumerate(saved["param_groups"]):
                 for key, value in (group | {"params": [names[i] for i in group["params"]]}).items():
-                    add(writer, (first, "param_groups", index, key), value)
+                    writer.add((first, "param_groups", index, key), value)
         writer.finish(checkpoint)
-
-
-def add(writer: ShardWriter, path: Keys, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        writer.add_tensor(path, tuple(value.shape), value.dtype, lambda rows: value[rows] if value.ndim else value)
-    else:
-        writer.add_value(path, value)
