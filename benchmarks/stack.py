@@ -26,7 +26,6 @@ from mupscale.commands.configured import described
 from mupscale.commands.lab.run import Run, open_stacked, with_run, without_announcements
 from mupscale.commands.lab.space import for_trials
 from mupscale.commands.lab.stack_loop import StackLoop
-from mupscale.commands.pattern import Pattern
 from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
@@ -82,9 +81,9 @@ def time_stack(case: dict[str, Any], options: argparse.Namespace) -> Row:
             raise Enough
 
     with tempfile.TemporaryDirectory() as folder, without_announcements(), suppress(Enough):
-        start, pattern = time.perf_counter(), Pattern()
+        start = time.perf_counter()
         runs = make_runs(case, options, Path(folder))
-        openings = [open_stacked(each, pattern, {}, lambda: len(runs)) for each in runs]
+        openings = [open_stacked(each, {}, lambda: len(runs)) for each in runs]
         StackLoop(openings, progress=note).run()
     steps = sorted(moments)
     first = next(step for step in steps if step >= epoch)

@@ -100,7 +100,7 @@ def test_the_help_of_fit_reads_no_data_and_a_fit_loads_nothing_of_sweeps():
     assert after["code"] is None
     ours = [name for name in after["modules"] if name.startswith("mupscale.")]
     assert "mupscale.callbacks.fast_loop" in ours
-    of_sweeps = ("mupscale.stacking", "mupscale.commands.lab", "mupscale.commands.sweep", "mupscale.commands.pattern")
+    of_sweeps = ("mupscale.stacking", "mupscale.commands.lab", "mupscale.commands.sweep")
     assert not [name for name in ours if name.startswith(of_sweeps)]
 
 

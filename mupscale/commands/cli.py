@@ -30,10 +30,10 @@ from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.tensorboard import keep_tables, log_folders
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
-from mupscale.commands import pattern, trainer_options
+from mupscale.commands import trainer_options
 from mupscale.commands._jsonargparse import arguments_of, did_you_mean, key_and_problem, unknown_class, unknown_key
 from mupscale.commands.checkpoints import checked, dictionary
-from mupscale.commands.config import Config
+from mupscale.commands.config import Config, Parsed, derive, known
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.mistakes import IN_TRAINING, line_about
@@ -114,7 +114,7 @@ class CLI(OpenCLI):
     ) -> None:
         self.command = command
         self.given_plainly = plain
-        self._derived = None if plain is None else pattern.derive(plain)
+        self._derived = None if plain is None else derive(plain)
         self.folder = folder
         self.ending = ending
         self.start = start
@@ -294,7 +294,7 @@ class CLI(OpenCLI):
                 self.text = self.dumped(self.given)
                 self.saved = yaml.load(self.text, LOADER)
                 if self.given_plainly is not None:
-                    pattern.known.append(pattern.Parsed(self.given_plainly, self.given, self.text, self.saved))
+                    known.append(Parsed(self.given_plainly, self.given, self.text, self.saved))
             saver = SaveConfig(self.text, resumed=self.folder is not None)
             config["callbacks"] = [self.ending, *given, saver, self.results]
 

@@ -97,17 +97,13 @@ class Description:
     """Whether this is a tiny version of the experiment."""
 
     _configs: dict[str, Config] = field(default_factory=dict, compare=False, repr=False)
-    """What `config` has returned: runs of several seeds have the same, and to parse it takes half a second."""
+    """What `config` has returned: runs of several seeds have the same."""
 
     def config(self, *overrides: Config) -> Config:
-        """The whole configuration of a run: that of the experiment with `overrides`, in order.
-
-        Where the last of them changes numbers only, it is not parsed again.
-        """
+        """The whole configuration of a run: that of the experiment with `overrides`, in order."""
         key = json.dumps(overrides)
         if key not in self._configs:
-            changed = with_numbers(self.config(*overrides[:-1]), overrides[-1]) if overrides else None
-            self._configs[key] = self.made(*overrides)[0] if changed is None else for_trials(changed)
+            self._configs[key] = self.made(*overrides)[0]
         return deepcopy(self._configs[key])
 
     def made(self, *overrides: Config) -> tuple[Config, CLI]:
@@ -148,20 +144,6 @@ class Description:
     def identity(self) -> dict[str, Any]:
         """What two experiments must share to be the same: the file, and the configuration of it and the options."""
         return {"experiment": self.content, "config": self.common}
-
-
-def with_numbers(config: Config, override: Config) -> Config | None:
-    """A configuration whose numbers an override replaces, in place; None if it has more than numbers of their types."""
-    for key, value in override.items():
-        there = config.get(key)
-        if isinstance(value, dict) and isinstance(there, dict):
-            if with_numbers(there, value) is None:
-                return None
-        elif isinstance(value, int | float) and type(value) is type(there):
-            config[key] = value
-        else:
-            return None
-    return config
 
 
 def growing(growth: Growth, at_step: int, noise: Config) -> Config:

@@ -7,12 +7,10 @@ import pytest
 import yaml
 from command_line import small, upscale
 
-from mupscale.commands import pattern
 from mupscale.commands.cli import parsed
-from mupscale.commands.config import Config, at, temporary_file
+from mupscale.commands.config import Config, Parsed, at, changes_from, known, temporary_file
 from mupscale.commands.configured import described
 from mupscale.commands.lab.space import Axis, for_trials, refuse_invalid
-from mupscale.commands.pattern import Parsed, changes_from
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -34,14 +32,14 @@ def made(config: Config, plain: Config | None = None) -> str:
 
 
 @pytest.mark.slow
-def test_numbers_and_texts_need_no_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pattern, "known", [])
+def test_numbers_and_texts_need_no_parsing() -> None:
+    known.clear()
     first = configuration("a")
     made(first, first)
     values = {"model.optimizer.lr": 1.5, "UpscaleCallback.noise.std": 0.5, "model.optimizer.eps": 1e-6}
     other = at(configuration("b"), {**values, "seed_everything": 7})
     derived = made(other, other)
-    assert len(pattern.known) == 1
+    assert len(known) == 1
     other["trainer"]["logger"]["init_args"]["version"] = "two"
     assert derived == made(other).replace("version: two", "version: one")
 
