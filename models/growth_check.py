@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mupscale.checks.agreement import Agreement, check_agreement
 from mupscale.checks.forward_pass import watched
 from mupscale.checks.recording import float64_copy, generators_kept, leaves_of, map_leaves, state_kept
-from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError
 from mupscale.models.base import Growable, hint_of_parameters_outside, without_log
 from mupscale.models.checkpoint import Layers, Size, Width
@@ -71,6 +70,8 @@ def check_growth(
 
 def find_residual_outputs(module: Growable, size: Size, lists: Sequence[str], batch: Any) -> dict[str, float]:
     """The parameters that make layers of these lists the identity, with their values, found on small networks."""
+    from mupscale.discovery.depth import find_residual
+
     samples, reason = first_samples(batch, SAMPLES), ""
     with _kept(module), generators_kept():
         loss = LossBySize(module)

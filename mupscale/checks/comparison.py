@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import islice, product
@@ -167,10 +166,12 @@ class Comparison:
     """The largest drift of each module's activations, apart from such a scale."""
     tracked: list[str] = field(default_factory=list)
     """The buffers that agreed before the first step."""
+    tested: dict[str, Tensor] = field(default_factory=dict)
+    """The parameters whose training tests the widening before the first step: those that grow, else all."""
     has_gradient: bool = False
-    """Whether a parameter that matters had a gradient other than zero, at any step."""
+    """Whether one of them had a gradient other than zero, at any step."""
     has_moved: bool = False
-    """Whether such a parameter moved, at any step."""
+    """Whether one of them moved, at any step."""
 
     def __post_init__(self) -> None:
         growths = self.plan.parameters.values()
@@ -240,7 +241,9 @@ class Comparison:
         self.blame(parent, f"what it computes before {inner!r} drifts by {given:.1e}", is_inexact=is_inexact)
 
     def gradients(self, narrow: nn.Module, wide: nn.Module, order: dict[str, int]) -> None:
-        drifts = gradient_errors(self.plan.parameters, gradients_of(narrow), gradients_of(wide), least=1e-4)
+        before = gradients_of(narrow)
+        self.has_gradient |= any(bool(before[name].any()) for name in self.tested.keys() & before.keys())
+        drifts = gradient_errors(self.plan.parameters, before, gradients_of(wide), least=1e-4)
         bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * GRADIENT_MULTIPLE]
         self.gradient_drift = worst_of(self.gradient_drift, *drifts.values())
         if bad:  # the fault is nearest to the loss: everything before it inherits a wrong gradient
@@ -253,6 +256,7 @@ class Comparison:
             wanted = torch.empty_like(targets[name])
             widen_(wanted, source.detach(), self.plan.parameters[name])
             drift = relative_error(targets[name].detach(), wanted, _largest(wanted))
+            self.has_moved |= name in self.tested and not torch.equal(source, self.tested[name])
             self.weight_drift = worst_of(self.weight_drift, drift)
             if not drift <= self.tolerance * GRADIENT_MULTIPLE:
                 what = f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,"
@@ -281,19 +285,6 @@ class Comparison:
             else:
                 drifts[name] = 0.0 if torch.equal(before, after) else math.inf
         return drifts
-
-    def tested(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters whose training tests the widening: those that grow; all, where none does."""
-        growing = {name for name, entry in self.plan.parameters.items() if entry.grows}
-        return {name: p for name, p in model.named_parameters() if name in growing or not growing}
-
-    @contextmanager
-    def movement_of(self, narrow: nn.Module) -> Iterator[None]:
-        """Notes whether a parameter that matters moves inside."""
-        tested = {} if self.has_moved else self.tested(narrow)
-        before = {name: parameter.detach().clone() for name, parameter in tested.items()}
-        yield
-        self.has_moved = self.has_moved or any(not torch.equal(p, before[name]) for name, p in tested.items())
 
     def untested(self, steps: int) -> str | None:
         """Why agreement proves nothing; None if it does."""

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from mupscale.checks.agreement import Agreement, change_of_outputs, check_agreement, gradients_after
 from mupscale.checks.forward_pass import Call
-from mupscale.discovery.depth import find_residual
-from mupscale.discovery.discover import discover
 from mupscale.errors import UncheckedWarning, UserError, one_line
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
@@ -203,6 +201,8 @@ def find_plan(
         if agreement.exact is not False or on_mismatch == "note":
             return _checked(narrow, wide, call, CheckedPlan(planned, hints, agreement, (), str(agreement)))
     _refuse_long_search(wide, refusal)
+    from mupscale.discovery.discover import discover
+
     try:
         found = discover(narrow, without_new(wide, narrow, layers) if layers else wide, call)
         if layers:
@@ -240,8 +240,12 @@ def _residual(
 ) -> tuple[dict[str, float], UserError | None]:
     """What makes new layers the identity, where a layer class does not say it; or why that is not known."""
     unknown = lists_without_residual(narrow, layers, given)
+    if not unknown:
+        return dict(given), None
+    from mupscale.discovery.depth import find_residual
+
     try:
-        return {**(find_residual(narrow, unknown, call) if unknown else {}), **given}, None
+        return {**find_residual(narrow, unknown, call), **given}, None
     except UserError as error:
         if any(row.how == "identity" for rows in layers.values() for row in rows):
             raise

@@ -99,7 +99,7 @@ def test_a_search_without_a_check_or_a_word_writes_nothing(message: str, monkeyp
     agreements = [Agreement(False, reason="it differs"), Agreement(None, reason="no memory")]
     monkeypatch.setattr(module, "check_agreement", lambda *_: agreements.pop(0))
     if "Error" in message:
-        monkeypatch.setattr(module, "discover", Mock(side_effect=AssertionError))
+        monkeypatch.setattr("mupscale.discovery.discover.discover", Mock(side_effect=AssertionError))
     narrow, wide = conv_flatten(4), conv_flatten(8)
     before = saved(narrow, wide)
     with pytest.raises(UserError, match=message):
@@ -108,7 +108,7 @@ def test_a_search_without_a_check_or_a_word_writes_nothing(message: str, monkeyp
 
 
 def test_on_mismatch_error_does_not_search(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "discover", lambda *_: pytest.fail("it searched"))
+    monkeypatch.setattr("mupscale.discovery.discover.discover", lambda *_: pytest.fail("it searched"))
     narrow, wide = softmax_over_width(8), softmax_over_width(16)
     before = saved(narrow, wide)
     with pytest.raises(
