@@ -5,7 +5,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.errors import UserError
@@ -39,21 +39,6 @@ class ArgumentParser(argparse.ArgumentParser):
             for kind in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
                 found += kind._options() if isinstance(kind, ArgumentParser) else []  # of `prepare text`, say
         return list(dict.fromkeys(found))
-
-
-Size = int | Literal["auto", "off"]
-"""The largest number of runs to train at once."""
-
-STACK_HELP = """how many runs to train at once as one program, if they differ only in numbers (learning rate, weight
-decay, noise, seed): auto (the default), as many as fit into memory; N, at most N; off, one after another"""
-
-
-def stack_size(text: str) -> Size:
-    if text in ("auto", "off"):
-        return text  # type: ignore[return-value]
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--stack {text}: give auto, off, or how many runs to train as one program")
-    return int(text)
 
 
 def _whole_number(text: str) -> int:

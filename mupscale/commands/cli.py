@@ -32,9 +32,8 @@ from mupscale.callbacks.tensorboard import keep_tables, log_folders
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.commands import trainer_options
 from mupscale.commands._jsonargparse import arguments_of, did_you_mean, key_and_problem, unknown_class, unknown_key
-from mupscale.commands.checkpoints import checked, dictionary
+from mupscale.commands.checkpoints import checked, dictionary, refuse_changes
 from mupscale.commands.config import Config, Parsed, derive, known
-from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
@@ -430,12 +429,20 @@ def opened(
         start.release()
 
 
-def refuse_unreadable(arguments: list[str]) -> None:
-    """Raises a UserError for a file of --config that is not YAML with keys, or stands for too many values."""
+def given(arguments: list[str], *options: str) -> Iterator[tuple[str, str]]:
+    """Those of the options that a command line has, each with its value: `--config FILE`, or `--config=FILE`."""
     for before, argument in pairwise(["", *arguments]):
         name, equals, value = argument.partition("=")
-        file = argument if before == "--config" else value if name == "--config" and equals else ""
-        if file and Path(file).is_file():
+        if before in options:
+            yield before, argument
+        elif equals and name in options:
+            yield name, value
+
+
+def refuse_unreadable(arguments: list[str]) -> None:
+    """Raises a UserError for a file of --config that is not YAML with keys, or stands for too many values."""
+    for _, file in given(arguments, "--config"):
+        if Path(file).is_file():
             try:
                 content = read_yaml(Path(file))
             except UserError as error:
@@ -493,21 +500,17 @@ def with_merged_callback_args(arguments: list[str]) -> list[str]:
     So best.yaml, which has the tuned ones, keeps what the command line of a sweep says of the others.
     """
     merged: Config = {}
-    given = 0
-    for before, argument in pairwise(["", *arguments, ""]):
-        for option in ("--config", "--callback_args"):
-            value = argument if before == option else argument.removeprefix(f"{option}=")
-            if before != option and value == argument:
-                continue
-            with suppress(UserError, ValueError, yaml.YAMLError):  # the parser says what is wrong with it
-                is_file = option == "--config"
-                content = dictionary(read_yaml(Path(value))).get("callback_args") if is_file else yaml_of(value)
-                given += bool(content)
-                for name, own in dictionary(content).items():
-                    merged[name] = _merged(merged.get(name, {}), own)
-    return (
-        [*arguments, f"--callback_args={yaml.safe_dump(merged, default_flow_style=True)}"] if given > 1 else arguments
-    )
+    count = 0
+    for option, value in given(arguments, "--config", "--callback_args"):
+        with suppress(UserError, ValueError, yaml.YAMLError):  # the parser says what is wrong with it
+            is_file = option == "--config"
+            content = dictionary(read_yaml(Path(value))).get("callback_args") if is_file else yaml_of(value)
+            count += bool(content)
+            for name, own in dictionary(content).items():
+                merged[name] = _merged(merged.get(name, {}), own)
+    if count < 2:
+        return arguments
+    return [*arguments, f"--callback_args={yaml.safe_dump(merged, default_flow_style=True)}"]
 
 
 def _merged(before: Any, after: Any) -> Any:

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.checkpoints import dictionary, dirpath_of, is_finished, newest_checkpoint
-from mupscale.commands.continued import SUMMARY
+from mupscale.commands.checkpoints import SUMMARY, dictionary, dirpath_of, is_finished, newest_checkpoint
 from mupscale.commands.next_steps import command_line
 from mupscale.commands.process import without_collections
 from mupscale.data_files import read_yaml

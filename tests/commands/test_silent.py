@@ -6,7 +6,7 @@ import pytest
 from command_line import refused, small, upscale
 
 from mupscale.__main__ import main
-from mupscale.commands.continued import refuse_changes
+from mupscale.commands.checkpoints import refuse_changes
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from mupscale.commands.arguments import Size
 from mupscale.commands.lab import run as runs
+from mupscale.commands.lab.execution import Size
 from mupscale.commands.lab.run import Result, Run, Trial
 from mupscale.commands.lab.stack_loop import StackLoop, room_in_stack
 from mupscale.commands.lab.stacked_fit import Apart, Opening

@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from mupscale.commands.arguments import STACK_HELP, stack_size
 from mupscale.commands.config import read_json, refuse_difference
 from mupscale.commands.process import Terminated
 from mupscale.commands.run_folder import LOCK, Claim
@@ -17,6 +16,12 @@ from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
     from mupscale.commands.lab.driver import Driver
+
+Size = int | Literal["auto", "off"]
+"""The largest number of runs to train at once."""
+
+STACK_HELP = """how many runs to train at once as one program, if they differ only in numbers (learning rate, weight
+decay, noise, seed): auto (the default), as many as fit into memory; N, at most N; off, one after another"""
 
 WORKERS_HELP = """the number of processes on this machine (default: one per GPU; for small networks, several per GPU are
 faster)"""
@@ -62,10 +67,6 @@ def refuse_options(options: argparse.Namespace) -> None:
         read_part(options.part)
         if options.ray is not None:
             raise UserError("--part divides the runs among commands, and --ray among the nodes of a cluster; give one")
-    refuse_ray_options(options)
-
-
-def refuse_ray_options(options: argparse.Namespace) -> None:
     gpus, cpus = options.gpus_per_run, options.cpus_per_run
     if options.ray is None:
         for name, value in (("gpus_per_run", gpus), ("cpus_per_run", cpus)):
@@ -82,6 +83,14 @@ def refuse_ray_options(options: argparse.Namespace) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two tasks may be alike
     with needs_extra("cluster"):
         import ray  # noqa: F401
+
+
+def stack_size(text: str) -> Size:
+    if text in ("auto", "off"):
+        return text  # type: ignore[return-value]
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--stack {text}: give auto, off, or how many runs to train as one program")
+    return int(text)
 
 
 def read_part(text: str) -> tuple[int, int]:
