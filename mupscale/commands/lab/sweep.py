@@ -22,17 +22,7 @@ import yaml
 from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
-from mupscale.commands.config import (
-    Config,
-    Point,
-    at,
-    brief,
-    callback_key,
-    callbacks_of,
-    class_name,
-    labels,
-    read_json,
-)
+from mupscale.commands.config import Config, Point, at, brief, callback_key, callbacks_of, class_name, labels, read_json
 from mupscale.commands.event_files import read_log
 from mupscale.commands.lab.execution import refuse_folder
 from mupscale.commands.lab.run import Result, Run, Trial, drop_checkpoints, ending_of, result_of, with_run

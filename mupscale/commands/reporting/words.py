@@ -17,11 +17,7 @@ COST_LABELS = {
 }
 """Rows of the table of costs."""
 
-CHARGED = {
-    "tuning": "with tuning charged",
-    "base": "with the base model charged",
-    "both": "with both charged",
-}
+CHARGED = {"tuning": "with tuning charged", "base": "with the base model charged", "both": "with both charged"}
 """What a verdict says of charges besides the upscaled run itself."""
 
 
