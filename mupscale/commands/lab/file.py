@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from mupscale.callbacks.upscale import swaps_of
 from mupscale.commands.cli import CLI
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
-from mupscale.commands.configured import described, refuse_optimizers
+from mupscale.commands.configured import described, refuse_growths, refuse_optimizers
 from mupscale.commands.lab.run import without_announcements
 from mupscale.commands.lab.space import Axis, axis_of, for_trials, refuse_invalid, refuse_seeds
 from mupscale.commands.lab.sweep import checked_metric, signal_swap
@@ -31,8 +30,6 @@ from mupscale.commands.widths import (
 )
 from mupscale.data_files import DECIMAL, interpreting, read_yaml
 from mupscale.errors import UserError
-from mupscale.models.growth_check import depth_between, pending_residual
-from mupscale.widening.hints import Hints
 
 REQUIRED = {
     "upscale": ["protocol", "config", "small", "target", "seeds", "noise", "sweep_2"],
@@ -373,7 +370,8 @@ def check(description: Description) -> None:
     else:
         for growth in description.growths:
             grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
-            refuse_growth(growth, cli)
+            with refusals(f"widths {growth}"):
+                refuse_growths(cli.model, cli.trainer)
     with refusals("config"):
         refuse_optimizers(cli.model, cli.trainer)
     signal_swap(grown)
@@ -386,12 +384,11 @@ def check(description: Description) -> None:
 
 def checked_methods(description: Description) -> tuple[Config, CLI]:
     """The configuration of an upscaled run, and its model. UserError names a growth method that it could not have."""
-    target = description.growths[-1]
     for name, method in description.methods.items():
         with refusals(f"methods.{name}"):
-            grown, cli = description.made(description.grown(target, Path("base.ckpt"), name), description.upscaled)
             for growth in description.growths:
-                refuse_growth(growth, cli)
+                grown, cli = description.made(description.grown(growth, Path("base.ckpt"), name), description.upscaled)
+                refuse_growths(cli.model, cli.trainer)
         (swap,) = callbacks_of(grown, "UpscaleCallback")
         if class_name(swap["init_args"]["method"]) != class_name(method):
             raise UserError(f"upscaled: it sets {METHOD}, which the key methods sets; leave one of the two out")
@@ -417,7 +414,8 @@ def check_midrun(description: Description) -> None:
     for name, noise in keys.noises.items():
         for growth in description.growths:
             grown, cli = description.made(growing(growth, 1, noise))
-            refuse_growth(growth, cli)
+            with refusals(f"widths {growth}"):
+                refuse_growths(cli.model, cli.trainer)
         refuse_invalid(grown, description.sweeps["sweep_2"], f"sweep_2, noises.{name}:")
 
 
@@ -442,13 +440,3 @@ def refusals(where: str) -> Iterator[None]:
             yield
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-
-
-def refuse_growth(growth: Growth, cli: CLI) -> None:
-    (swap,) = swaps_of(cli.trainer)
-    with refusals(f"widths {growth}"):
-        narrow, wide = (cli.model.network(**model_size(size), meta=True) for size in (growth.before, growth.after))
-        residual = pending_residual(narrow, wide, swap.depth, {})
-        hints = Hints(depth=depth_between(narrow, wide, swap.depth), residual=residual)
-        planned = swap.method.plan(narrow, wide, hints)
-        swap.method.choose_noise(swap.noise, planned, narrow)
