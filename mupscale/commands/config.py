@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -185,8 +186,8 @@ class Parsed(NamedTuple):
     saved: Config
 
 
-known: list[Parsed] = []
-"""What this process has parsed, and may derive others from."""
+known: deque[Parsed] = deque(maxlen=16)
+"""What this process has parsed last, and may derive others from."""
 
 
 def derive(plain: Config) -> Parsed | None:
