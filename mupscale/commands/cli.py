@@ -188,7 +188,11 @@ class CLI(OpenCLI):
         path = self.config.get(command, {}).get("ckpt_path")
         if path is None:
             if command in EVALUATIONS:
-                self._refuse_random_weights(command)
+                base = self.config.get(f"{command}.model.init_args.init_from")
+                raise UserError(
+                    f"ckpt_path: {command} needs a checkpoint, without one the weights are random, and model.init_from "
+                    f"is for fit alone; name it: --ckpt_path {base or 'runs/NAME/version_0/checkpoints/last.ckpt'}"
+                )
             return
         if path in ("last", "best", "hpc") or not Path(path).exists():
             raise UserError(
@@ -238,18 +242,6 @@ class CLI(OpenCLI):
         command = config["subcommand"]
         # it was validated as it was parsed
         return str(self.parser_of(command).dump(config[command], skip_none=False, skip_validation=True))
-
-    def _refuse_random_weights(self, command: str) -> NoReturn:
-        base = self.config.get(f"{command}.model.init_args.init_from")
-        if base is not None:
-            raise UserError(
-                f"ckpt_path: {command} needs a checkpoint, and model.init_from is for fit alone; to evaluate that "
-                f"one: --ckpt_path {base}"
-            )
-        raise UserError(
-            f"ckpt_path: {command} needs a checkpoint, without one the weights are random; name it: "
-            "--ckpt_path runs/NAME/version_0/checkpoints/last.ckpt"
-        )
 
     def before_instantiate_classes(self) -> None:
         trainer = self.section("trainer")

@@ -52,8 +52,24 @@ class Run:
 
     @property
     def kind(self) -> str | None:
-        """What runs of one stack have in common; None if the run is always made alone."""
-        return likeness(self.config)
+        """What runs of one stack have in common: a configuration without the numbers that may differ.
+
+        None if the run is always made alone.
+        """
+        answer = deepcopy(self.config)
+        answer["seed_everything"] = None
+        answer["trainer"]["logger"] = None
+        model, data = answer["model"]["init_args"], answer["data"].get("init_args") or {}
+        model["init_from"] = data["seed"] = None
+        numbers = (model.get("optimizer") or {}).get("init_args") or {}
+        for name in NUMBERS:
+            if name in numbers:
+                numbers[name] = bool(numbers[name]) if name == "momentum" else None
+        for callback in answer["trainer"]["callbacks"] or []:
+            if class_name(callback) == "UpscaleCallback":
+                arguments = callback["init_args"]
+                callback["init_args"] = {name: arguments.get(name) for name in OF_THE_SWAP}
+        return json.dumps(answer, sort_keys=True, default=str)
 
     def known_result(self) -> "Result | None":
         written = self.written_result()
@@ -206,24 +222,6 @@ def with_run(config: Config, metric: str, seed: int, folder: Path) -> Config:
     judge = {"class_path": f"{TrialMetric.__module__}.{TrialMetric.__qualname__}", "init_args": {"metric": metric}}
     answer["trainer"]["callbacks"] = [*(answer["trainer"]["callbacks"] or []), judge]
     return answer
-
-
-def likeness(config: Config) -> str:
-    """What runs of one stack have in common: a configuration without the numbers that may differ."""
-    answer = deepcopy(config)
-    answer["seed_everything"] = None
-    answer["trainer"]["logger"] = None
-    model, data = answer["model"]["init_args"], answer["data"].get("init_args") or {}
-    model["init_from"] = data["seed"] = None
-    numbers = (model.get("optimizer") or {}).get("init_args") or {}
-    for name in NUMBERS:
-        if name in numbers:
-            numbers[name] = bool(numbers[name]) if name == "momentum" else None
-    for callback in answer["trainer"]["callbacks"] or []:
-        if class_name(callback) == "UpscaleCallback":
-            arguments = callback["init_args"]
-            callback["init_args"] = {name: arguments.get(name) for name in OF_THE_SWAP}
-    return json.dumps(answer, sort_keys=True, default=str)
 
 
 # --- results

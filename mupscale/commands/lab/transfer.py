@@ -171,12 +171,14 @@ class Panel:
         if self.moved:
             move = f"moves by {self.moved} cell{'s' if self.moved > 1 else ''} of the grid"
         is_ordered = figures.is_ordered(self.levels)
-        at_edge = [curve for curve in self.curves if is_ordered and is_edge(curve.optimum, curve.means)]
-        warning = ""
-        if at_edge:
-            widths = f"{len(at_edge)} of {len(self.curves)} widths"
-            warning = f"; at {widths} it is at the edge of the grid, or beside a run that diverged: make the grid wider"
+        at_edge = sum(is_ordered and is_edge(curve.optimum, curve.means) for curve in self.curves)
+        warning = self._edge_words(at_edge, "make the grid wider")
         return f"{self.name}: the optimum of {self.key} {move} ({optima}): it {self.word}{self.price}{warning}"
+
+    def _edge_words(self, count: int, advice: str) -> str:
+        widths = f"{count} of {len(self.curves)} widths"
+        edge = f"; at {widths} it is at the edge of the grid, or beside a run that diverged: {advice}"
+        return edge if count else ""
 
     @property
     def title(self) -> str:
@@ -190,10 +192,7 @@ class Panel:
     def drift_sentence(self) -> str:
         if self.drift is None:
             return f"{self.name}: {self.key} has no exponent, because its grid is not one of positive numbers"
-        edge = ""
-        if self.drift.at_edge:
-            widths = f"{self.drift.at_edge} of {len(self.curves)} widths"
-            edge = f"; at {widths} it is at the edge of the grid, or beside a run that diverged: no exponent to rely on"
+        edge = self._edge_words(self.drift.at_edge, "no exponent to rely on")
         return f"{self.name}: the optimum of {self.key} goes as {self.drift}{edge}"
 
 
