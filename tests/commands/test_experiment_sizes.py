@@ -1,13 +1,13 @@
 """Sizes of an experiment's file: widths, or widths with layers."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.lab.file import growing, of_width, refuse_growth
+from mupscale.commands.configured import refuse_growths
+from mupscale.commands.lab.file import growing, of_width
 from mupscale.commands.lab.quick import divided, widths_in
 from mupscale.commands.widths import Growth, folder_name, growth_of, in_proportion, width_number
 from mupscale.errors import UserError
@@ -37,11 +37,11 @@ def test_layers_that_declare_nothing_are_left_to_the_first_batch(monkeypatch: py
     """A file is refused before any run for what cannot be planned; what makes new layers add nothing is found later."""
     monkeypatch.delattr(ResidualBlock, "residual_outputs")
     swap = UpscaleCallback(1, layers=4)
-    cli: Any = SimpleNamespace(trainer=Trainer(callbacks=[swap], logger=False), model=MLP(8, base_width=4, layers=2))
-    refuse_growth(growth_of("target", [{"width": 8, "layers": 2}, {"width": 8, "layers": 4}]), cli)
+    trainer, model = Trainer(callbacks=[swap], logger=False), MLP(8, base_width=4, layers=2)
+    refuse_growths(model, trainer)
     swap.depth = "three"  # type: ignore[assignment]
-    with pytest.raises(UserError, match=r"widths 8 with 2 layers → 8 with 4 layers: .*three"):
-        refuse_growth(growth_of("target", [{"width": 8, "layers": 2}, {"width": 8, "layers": 4}]), cli)
+    with pytest.raises(UserError, match=r"does not fit .*2 layers.*three"):
+        refuse_growths(model, trainer)
 
 
 def test_sizes_in_proportion() -> None:

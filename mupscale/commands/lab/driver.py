@@ -13,14 +13,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from mupscale.commands.lab import run as runs
-from mupscale.commands.lab.execution import Size
 from mupscale.commands.lab.run import Result, Run, Trial
 from mupscale.commands.lab.stack_loop import StackLoop, room_in_stack
 from mupscale.commands.lab.stacked_fit import Apart, Opening
 from mupscale.errors import UserError
+
+Size = int | Literal["auto", "off"]
+"""The largest number of runs to train at once."""
 
 MOST_DEATHS = 3
 """How often the process of a trial may die: the trial itself may be the cause."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mupscale.commands.config import read_json, refuse_difference
 from mupscale.commands.process import Terminated
@@ -15,10 +15,7 @@ from mupscale.commands.run_folder import LOCK, Claim
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
-    from mupscale.commands.lab.driver import Driver
-
-Size = int | Literal["auto", "off"]
-"""The largest number of runs to train at once."""
+    from mupscale.commands.lab.driver import Driver, Size
 
 STACK_HELP = """how many runs to train at once as one program, if they differ only in numbers (learning rate, weight
 decay, noise, seed): auto (the default), as many as fit into memory; N, at most N; off, one after another"""
@@ -85,7 +82,7 @@ def refuse_options(options: argparse.Namespace) -> None:
         import ray  # noqa: F401
 
 
-def stack_size(text: str) -> Size:
+def stack_size(text: str) -> "Size":
     if text in ("auto", "off"):
         return text  # type: ignore[return-value]
     if not text.isdecimal() or int(text) < 1:
