@@ -11,7 +11,7 @@ from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
 from mupscale.checks.comparison import Planned, planned_layouts
 from mupscale.text_tables import starred
 from mupscale.widening import modules
-from mupscale.widening.growth import Axis, Growth, Layout, Piece, centre_, evenly
+from mupscale.widening.growth import Axis, Growth, Layout, Piece, centre_, parse_layout
 from mupscale.widening.hints import Pairing, Use
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.table import Side
@@ -201,7 +201,7 @@ def first_layout(narrow: int, wide: int) -> Layout:
     """The whole axis repeated; units spread evenly where the factor is not whole."""
     if narrow == wide or narrow == 0:
         return (Piece(narrow, max(narrow, 1), 1),)
-    return evenly(narrow, wide, narrow) if wide % narrow == 0 else evenly(narrow, wide)
+    return parse_layout(narrow if wide % narrow == 0 else 1, narrow, wide)
 
 
 def followed_axis(module: nn.Module, attribute: str, parameter: Tensor) -> int | None:

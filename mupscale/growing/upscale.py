@@ -137,9 +137,7 @@ def _continues(
     claim = method.claim(checked.plan, narrow, optimizers)
     if claim.dynamics or (checked.plan.layers and claim.function):
         return True
-    if checked.plan.layers:
-        return False
-    if type(method).claim_measured is GrowthMethod.claim_measured:
+    if checked.plan.layers or type(method).claim_measured is GrowthMethod.claim_measured:
         return False
     dtype = getattr(torch, checked.agreement.precision)
     gradients = gradients_after(narrow, wide, checked.plan, method, call, dtype)
