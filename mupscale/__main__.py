@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 from mupscale import _torchmetrics
-from mupscale.commands._jsonargparse import did_you_mean
+from mupscale.commands.arguments import did_you_mean
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
 from mupscale.commands.process import EXIT_CODE, Terminated, end_now, lenient_output, loaded, on_sigterm
 

@@ -1,10 +1,8 @@
 """Messages of jsonargparse as one line. They are recognised by their wording; a test triggers each of them."""
 
-import difflib
 import inspect
 import re
 import sys
-from collections.abc import Iterable
 
 GENERIC = (
     "Expected a path but",
@@ -75,9 +73,3 @@ def arguments_of(class_path: str) -> list[str]:
     makers = [vars(kind).get("__init__") for kind in made.__mro__]
     names = [key for maker in makers if inspect.isfunction(maker) for key in inspect.signature(maker).parameters]
     return [name for name in dict.fromkeys(names) if name not in ("self", "args", "kwargs")]
-
-
-def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """The nearest of the names, as the end of a message; nothing where none is near."""
-    near = difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)
-    return f". Did you mean {' or '.join(near)}?" if near else ""

@@ -1,13 +1,14 @@
 """The options of a command. A mistake is one line, before any work; for a typo it names the nearest options."""
 
 import argparse
+import difflib
 import re
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.errors import UserError
 
 
@@ -39,6 +40,12 @@ class ArgumentParser(argparse.ArgumentParser):
             for kind in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
                 found += kind._options() if isinstance(kind, ArgumentParser) else []  # of `prepare text`, say
         return list(dict.fromkeys(found))
+
+
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """The nearest of the names, as the end of a message; nothing where none is near."""
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)
+    return f". Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _whole_number(text: str) -> int:

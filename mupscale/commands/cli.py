@@ -31,7 +31,8 @@ from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.tensorboard import keep_tables, log_folders
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.commands import trainer_options
-from mupscale.commands._jsonargparse import arguments_of, did_you_mean, key_and_problem, unknown_class, unknown_key
+from mupscale.commands._jsonargparse import arguments_of, key_and_problem, unknown_class, unknown_key
+from mupscale.commands.arguments import did_you_mean
 from mupscale.commands.checkpoints import checked, dictionary, refuse_changes
 from mupscale.commands.config import Config, Parsed, derive, known
 from mupscale.commands.endings import Ending, RunTrainer
