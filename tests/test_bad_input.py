@@ -152,18 +152,13 @@ COMMANDS = {
 OPTIMIZER, NOISE = "--model.optimizer", "--trainer.callbacks.init_args.noise"
 NUMBERS = {
     f"{OPTIMIZER}.lr=.nan": "model.optimizer.lr must be a finite number of at least 0, got nan",
-    f"{OPTIMIZER}.lr=-0.1": "model.optimizer.lr must be a finite number of at least 0, got -0.1",
-    f"{OPTIMIZER}.eps=.inf": "model.optimizer.eps must be a finite number of at least 0, got inf",
     f"{OPTIMIZER}.weight_decay=-1": "model.optimizer.weight_decay must be a finite number",
     f"{OPTIMIZER}.betas=[0.9,-0.1]": "model.optimizer.betas.1 must be a finite number",
-    f"{OPTIMIZER}=torch.optim.SGD {OPTIMIZER}.momentum=.nan": "model.optimizer.momentum must be a finite number",
     "--model.lr_scheduler=ExponentialLR --model.lr_scheduler.gamma=.nan": "model.lr_scheduler.gamma must be a finite",
     "--trainer.gradient_clip_val=-1": "trainer.gradient_clip_val must be a finite number",
     "--trainer.callbacks.init_args.lr=.nan": "UpscaleCallback.lr must be positive and finite, got nan",
     "--trainer.callbacks.init_args.width=0": "UpscaleCallback.width must be a whole number",
     f"{NOISE}.init_args.std=.nan": "UpscaleCallback.noise: AdditiveNoise: std must be a finite number",
-    f"{NOISE}=mupscale.SignalNoise {NOISE}.init_args.t=.inf": "UpscaleCallback.noise: SignalNoise: t must be a finite",
-    "--model.width=0": "model.width must be a whole number of at least 1",
 }
 """Options of `fit`, which are refused before data is loaded."""
 
@@ -333,9 +328,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small(folder / "c.yaml")
     small(folder / "grown.yaml", upscale(5, 16))
     small(folder / "twice.yaml", upscale(5, 16), upscale(5, 32))
-    by_a_fraction = yaml.safe_load(Path(small(folder / "gpt2.yaml", upscale(5, 12))).read_text())
-    by_a_fraction["model"] = {"class_path": "GPT2", "init_args": {"width": 8, "layers": 1, "head_dim": 4}}
-    (folder / "gpt2.yaml").write_text(yaml.safe_dump(by_a_fraction))
     noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
     right = {"protocol": "upscale", "config": "c.yaml", "small": [8, 16], "target": [16, 32], "seeds": [0]}
     for name, change in EXPERIMENTS.items():
@@ -346,7 +338,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("plain")
     (folder / "folder" / "text.txt").write_text("plain")
     (folder / "bytes.yaml").write_bytes(bytes(range(256)))
-    (folder / "half.yaml").write_text("model: [1\n")
     (folder / "list.yaml").write_text("- 1\n")
     (folder / "half.parquet").write_bytes(b"PAR1")
     (folder / "deep.jsonl").write_text("[" * 100_000 + "\n")
@@ -422,11 +413,3 @@ def test_a_library_call_is_refused(name: str, inside: Path) -> None:
         call()
     assert len(str(caught.value).splitlines()) == 1
     assert remedy in str(caught.value)
-
-
-def test_the_tables_cover_every_command() -> None:
-    lines = [line for line, _ in (*FAST.values(), *COMMANDS.values())]
-    named = {shlex.split(line)[0] for line in lines}
-    assert named >= {"fit", "resume", "validate", "test", "predict", "plan", "verify", "coord-check", "upscale"}
-    assert named >= {"sweep", "experiment", "report", "prepare"}
-    assert len(lines) + len(CHECKPOINTS) + len(LIBRARY) >= 100

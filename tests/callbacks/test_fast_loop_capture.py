@@ -283,14 +283,10 @@ def ragged(tensors: tuple[Tensor, ...]) -> ResidentLoader:
 
 
 BLOCKS: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]], dict[str, Any], int, int]] = {
-    "plain": ({}, list, {}, 25, 10),
     "validations": ({}, list, {"val_check_interval": 4}, 25, 13),
-    "a schedule": ({"lr_scheduler": SCHEDULES["CosineAnnealingLR"]}, list, {}, 25, 11),
     "a schedule of the decay": ({"lr_scheduler": partial(DecayedLater, lr_lambda=lambda step: 1.0)}, list, {}, 25, 12),
-    "clipping": ({}, list, {"gradient_clip_val": 0.1}, 25, 10),
     "upscales": ({}, lambda: [UpscaleCallback(9, 16), UpscaleCallback(17, 32)], {}, 25, 17),
     "epochs": ({}, list, {"max_steps": -1, "max_epochs": 3}, 30, 11),
-    "epochs without validation": ({}, list, {"limit_val_batches": 0}, 25, 8),
     "epochs of a schedule": ({"lr_scheduler": SCHEDULES["CosineAnnealingLR"]}, list, {"limit_val_batches": 0}, 25, 9),
     "epochs with a growth": ({}, lambda: [UpscaleCallback(17, 16)], {"limit_val_batches": 0}, 25, 12),
     "validations every other epoch": (
@@ -300,7 +296,6 @@ BLOCKS: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]], dict[str, 
         40,
         13,
     ),
-    "ragged batches": ({}, list, {"limit_val_batches": 0, "loader": ragged}, 25, 12),
     "ragged batches and a schedule": (
         {"lr_scheduler": SCHEDULES["CosineAnnealingLR"]},
         list,

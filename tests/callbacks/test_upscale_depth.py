@@ -151,14 +151,8 @@ def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, t
 
 REFUSED: dict[str, tuple[str, Make, dict[str, Any]]] = {
     "fewer layers": ("UpscaleCallback.layers = 1 are not more layers than before it, 2", gpt2, {"layers": 1}),
-    "a number that interleave cannot reach": (
-        "interleave needs a multiple of the number of layers",
-        gpt2,
-        {"layers": 3, "depth": "interleave"},
-    ),
     "the paper's MLP": ("MLP has no residual blocks: give model.layers", mlp, {"layers": 4}),
     "another list": ("no list of layers 'layers' is longer", gpt2, {"layers": 4, "depth": {"layers": [0, 0, 1, 1]}}),
-    "wrong sources": ("needs 4 numbers from 0 to 1", gpt2, {"layers": 4, "depth": {"blocks": [0, 0, 1, 2]}}),
 }
 
 

@@ -160,22 +160,6 @@ def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> N
     assert gap(without, whole) > 1e-6
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"transfer_state": "keep"}, "the state rule must be one of carry, reset, reset_new_copies; got 'keep'"),
-        ({"rewarm_steps": 5}, "rewarm_steps = 5 needs the state rule reset_new_copies, got 'carry'"),
-        (
-            {"transfer_state": "reset", "rewarm_steps": 5},
-            "rewarm_steps = 5 needs the state rule reset_new_copies, got 'reset'",
-        ),
-    ],
-)
-def test_a_state_rule_that_does_not_exist(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"^UpscaleCallback.transfer_state: {message}"):
-        UpscaleCallback(10, 16, **settings)
-
-
 RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
 
 

@@ -85,66 +85,36 @@ def refused(message: str, module: Growable, folder: Path, *callbacks: Callback, 
     assert module._trainer is None or module.trainer.global_step == 0, "it was found out too late"
 
 
-def test_bad_growth_is_refused_before_training(tmp_path: Path) -> None:
-    refused(
-        "UpscaleCallback.at_step = 50 is never reached: trainer.max_steps = 50",
-        mlp(),
-        tmp_path,
-        UpscaleCallback(50, 24),
-    )
-    epochs: Any = {"steps": -1, "max_epochs": 3}
-    refused(
-        "UpscaleCallback.at_step = 30 is never reached: the run has 30 steps",
-        mlp(),
-        tmp_path,
-        UpscaleCallback(30, 24),
-        **epochs,
-    )
-    both: Any = {"steps": 100, "max_epochs": 3}
-    refused(
-        "UpscaleCallback.at_step = 40 is never reached: the run has 30 steps",
-        mlp(),
-        tmp_path,
-        UpscaleCallback(40, 24),
-        **both,
-    )
-    accumulating: Any = epochs | {"accumulate_grad_batches": 2}
-    refused("UpscaleCallback.at_step = 15 is never reached", mlp(), tmp_path, UpscaleCallback(15, 24), **accumulating)
-    refused(
-        "UpscaleCallback.width = 20 does not fit the width before it, 8: .*by a whole factor",
-        gpt2(),
-        tmp_path,
-        UpscaleCallback(20, 20),
-    )
-    refused(
-        "UpscaleCallback.width = 4 is not wider than the width before it, 8", mlp(), tmp_path, UpscaleCallback(20, 4)
-    )
-    refused("UpscaleCallback.width = 15 does not fit .*divisible by 2 heads", gpt2(), tmp_path, UpscaleCallback(20, 15))
-    refused(
-        r"UpscaleCallback.width = \[16, 3\] does not fit",
-        mlp([8, 4], base_width=[4, 4]),
-        tmp_path,
-        UpscaleCallback(20, [16, 3]),
-    )
-    refused(r"UpscaleCallback.width = \[16, 16\] does not fit", mlp([8, 8, 8]), tmp_path, UpscaleCallback(20, [16, 16]))
-    second = [UpscaleCallback(10, 16), UpscaleCallback(20, 24)]
-    refused("UpscaleCallback.width = 24 does not fit the width before it, 16", gpt2(), tmp_path, *second)
-    second = [UpscaleCallback(10, 16), UpscaleCallback(20, 8)]
-    refused("UpscaleCallback.width = 8 is not wider than the width before it, 16", mlp(), tmp_path, *second)
+EPOCHS: dict[str, Any] = {"steps": -1, "max_epochs": 3}
+BAD_GROWTHS: dict[str, tuple[Callable[[], Growable], list[Any], dict[str, Any]]] = {
+    "at_step = 50 is never reached: trainer.max_steps = 50": (mlp, [(50, 24)], {}),
+    "at_step = 30 is never reached: the run has 30 steps": (mlp, [(30, 24)], EPOCHS),
+    "at_step = 40 is never reached: the run has 30 steps": (mlp, [(40, 24)], EPOCHS | {"steps": 100}),
+    "at_step = 15 is never reached": (mlp, [(15, 24)], EPOCHS | {"accumulate_grad_batches": 2}),
+    "width = 20 does not fit the width before it, 8: .*by a whole factor": (gpt2, [(20, 20)], {}),
+    "width = 15 does not fit .*divisible by 2 heads": (gpt2, [(20, 15)], {}),
+    "width = 4 is not wider than the width before it, 8": (mlp, [(20, 4)], {}),
+    r"width = \[16, 3\] does not fit": (partial(mlp, [8, 4], base_width=[4, 4]), [(20, [16, 3])], {}),
+    "width = 24 does not fit the width before it, 16": (gpt2, [(10, 16), (20, 24)], {}),
+    "width = 8 is not wider than the width before it, 16": (mlp, [(10, 16), (20, 8)], {}),
+}
+
+
+@pytest.mark.parametrize("message", BAD_GROWTHS)
+def test_bad_growth_is_refused_before_training(message: str, tmp_path: Path) -> None:
+    make, growths, settings = BAD_GROWTHS[message]
+    refused(f"UpscaleCallback.{message}", make(), tmp_path, *(UpscaleCallback(*each) for each in growths), **settings)
+
+
+def test_arguments_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match=r"UpscaleCallback.at_step must be at least 0"):
         UpscaleCallback(-1, 24)
-    with pytest.raises(ValueError, match=r"UpscaleCallback.lr must be positive"):
-        UpscaleCallback(1, 24, lr=0.0)
-    for lr in (math.nan, math.inf):
+    for lr in (0.0, math.nan, math.inf):
         with pytest.raises(UserError, match=f"UpscaleCallback.lr must be positive and finite, got {lr}"):
             UpscaleCallback(1, 24, lr=lr)
-    for width in (0, -8, 8.0, "8", [8, 0], True):
-        with pytest.raises(
-            UserError,
-            match=re.escape(
-                f"UpscaleCallback.width must be a whole number of at least 1, or a list of them; got {width!r}"
-            ),
-        ):
+    for width in (0, 8.0, "8", [8, 0], True):
+        words = f"UpscaleCallback.width must be a whole number of at least 1, or a list of them; got {width!r}"
+        with pytest.raises(UserError, match=re.escape(words)):
             UpscaleCallback(1, width)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"UpscaleCallback.noise must be"):
         UpscaleCallback(1, 24, noise=0.1)  # type: ignore[arg-type]

@@ -204,7 +204,6 @@ def test_complex_weights_are_compared_in_complex128(optimizer: str):
     ],
 )
 def test_an_unscaled_hyperparameter(rule: str, optimizer_name: str, monkeypatch: pytest.MonkeyPatch):
-    assert verdict("mlp", optimizer_name).passed
     monkeypatch.setattr(table, rule, lambda *_: 1.0)
     assert not verdict("mlp", optimizer_name).passed
 
@@ -286,7 +285,6 @@ def test_widths_forgotten_in_clipping(monkeypatch: pytest.MonkeyPatch):
     ("pattern", "axis", "wrong", "named"),
     [
         ("layers.*.q_proj.weight", 0, 4, "layers.0.o_proj"),  # whole heads, but not whole query groups
-        ("layers.*.k_proj.weight", 0, 1, "layers.0"),
         ("layers.*.v_proj.weight", 0, 1, "layers.0"),
         ("layers.*.o_proj.weight", 1, 1, "layers.0.o_proj"),
     ],
@@ -303,8 +301,6 @@ def test_a_head_block_of_another_length(pattern: str, axis: int, wrong: int, nam
     [
         ("prelu.weight", 0, "prelu"),
         ("fixed_groups.weight", 1, "fixed_groups"),
-        ("bn.*", 0, "bn"),
-        ("up.weight", 0, "up"),
         ("head.weight", 1, "head"),
     ],
 )

@@ -13,7 +13,7 @@ from mupscale.__main__ import main
 from mupscale.commands import figures
 from mupscale.commands.config import class_name
 from mupscale.commands.lab.file import Description, description_of, read
-from mupscale.commands.lab.quick import divisor_of, quick_content, shortened
+from mupscale.commands.lab.quick import quick_content
 from mupscale.commands.lab.run import result_of
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -107,27 +107,3 @@ def test_the_tiny_version_of_a_file() -> None:
     assert config["trainer"]["log_every_n_steps"] == 3  # an option is laid over the tiny version
     assert config["model"]["init_args"]["layers"] == 2
     assert config["data"]["init_args"]["data_dir"] is None
-
-
-@pytest.mark.parametrize(
-    ("widths", "divisor"),
-    [
-        ([100, 400, 500, 2000], 25),
-        ([192, 384, 1920, 3840], 48),
-        ([16, 32, 32, 64], 4),
-        ([4, 8], 1),
-        ([7, 14], 1),
-        ([10, 20], 1),
-    ],
-)
-def test_widths_are_divided_by_one_number(widths: list[int], divisor: int) -> None:
-    assert divisor_of(widths) == divisor
-
-
-def test_schedules_fit_into_a_short_run() -> None:
-    schedule = {"class_path": "a.B", "init_args": {"warmup": 100, "steps": 1500, "decay": 0.2}}
-    assert shortened({"model": schedule})["model"] == {
-        "class_path": "a.B", "init_args": {"warmup": 2, "steps": 10, "decay": 0.2},
-    }  # fmt: skip
-    assert shortened({"warmup": 1, "steps": "100%"}) == {"warmup": 1, "steps": "100%"}
-    assert shortened({"steps": None}) == {"steps": None}

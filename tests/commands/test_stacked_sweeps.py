@@ -307,7 +307,7 @@ def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.Captur
 # --- bad input
 
 
-@pytest.mark.parametrize("size", ["0", "-1", "x", "1.5", ""])
+@pytest.mark.parametrize("size", ["0", "x"])
 def test_a_size_that_is_none(size: str, tmp_path: Path) -> None:
     arguments = ["--config", small(tmp_path / "c.yaml"), "--out", "s", "--sweep", f"{LR}=0.01", f"--stack={size}"]
     assert refused("sweep", *arguments).startswith(f"error: --stack {size}: give auto, off, or how many")

@@ -116,7 +116,7 @@ OFFLINE = [name for name in METHODS if name not in ("ligo", "hypercloning-noisy"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", slow_except(OFFLINE, "net2net", "zero-padding", "hypercloning-diagonal", "lemon", "aki")
+    "name", slow_except(OFFLINE, "net2net", "zero-padding", "hypercloning-diagonal", "lemon", "aki", kept=[])
 )
 def test_a_method_offline_is_the_method_inside_a_run(name, tmp_path, capsys):
     method = METHODS[name]()

@@ -96,21 +96,6 @@ def test_the_rate_of_new_copies_is_warmed_up():
             before, risen = at_full[name], at_rising[name]
 
 
-def test_it_goes_on_after_loading():
-    wide, optimizer, _ = grown("adamw", state="reset_new_copies", rewarm_steps=10)
-    follow(wide, optimizer, 4)
-    again = copy.deepcopy(wide)
-    twin_of = dict(zip(wide.parameters(), again.parameters(), strict=True))
-    groups = [{"params": [twin_of[p] for p in group["params"]]} for group in optimizer.param_groups]
-    loaded = torch.optim.AdamW(groups)
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for one, other in twin_of.items():
-        before, after = optimizer.state[one], loaded.state[other]
-        assert {key: value.dtype for key, value in after.items()} == {key: v.dtype for key, v in before.items()}
-    for a, b in zip(follow(wide, optimizer), follow(again, loaded), strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_a_warm_up_goes_on_through_a_second_growth():
     """Which carries the state: copies of a new copy are as new as it is, and training stays exact."""
     narrow, optimizer, _ = grown("adamw", state="reset_new_copies", rewarm_steps=10)

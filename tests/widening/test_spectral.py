@@ -1,6 +1,7 @@
 """Spectral norms against a full SVD: relative error at most 1e-4, in few launches."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ def with_spectrum(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor
     return orthogonal(rows, len(values)) @ torch.diag(values.double()) @ orthogonal(columns, len(values)).T
 
 
+@cache
 def matrices() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     ramp = torch.linspace(0, 1, 200)
