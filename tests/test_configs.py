@@ -92,39 +92,52 @@ GPT2_PAPER = PaperExperiment(
     ["--model.layers=1", "--trainer.accumulate_grad_batches=1"],
 )
 
+MLP_ADAMW = PaperExperiment(
+    "mlp-adamw",
+    MLP,
+    torch.optim.AdamW,
+    {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4},
+    COVERTYPE,
+    2000,
+    {"max_epochs": 500, "max_steps": -1},
+    "32-true",
+    None,
+    {
+        "base": PaperRun(500, 0.1),
+        "scratch": PaperRun(2000, 0.1),
+        "upscale": PaperRun(500, 0.013, 2000, (AdditiveNoise, 1.0), "base"),
+        "small_base": PaperRun(100, 0.1),
+        "small_scratch": PaperRun(400, 0.1),
+        "small_upscale": PaperRun(100, 0.013, 400, (AdditiveNoise, 1.0), "small_base"),
+    },
+    (4, 16),
+    [],
+)
+
+GPT2_REDUCED = GPT2_PAPER._replace(
+    name="gpt2-reduced",
+    model={"base_width": 64, "layers": 8, "heads": 8, "vocabulary": 8192, "context": 512, "compile": True, **RECIPE},
+    data={"data_dir": "data/fineweb-8192", "context": 512},
+    rows_per_step=128,
+    length={"max_epochs": None, "max_steps": 1500},
+    runs={
+        "base": PaperRun(256, 0.0078),
+        "scratch": PaperRun(512, 0.0078),
+        "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.24), "base"),
+        "small_base": PaperRun(64, 0.0078),
+        "small_upscale": PaperRun(64, 0.0078, 128, (AdditiveNoise, 0.24), "small_base"),
+    },
+    tiny=(64, 128),
+    overrides=["--model.layers=1"],
+)
+
 EXPERIMENTS = {
-    "mlp/adamw": PaperExperiment(
-        "mlp-adamw",
-        MLP,
-        torch.optim.AdamW,
-        {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4},
-        COVERTYPE,
-        2000,
-        {"max_epochs": 500, "max_steps": -1},
-        "32-true",
-        None,
-        {
-            "base": PaperRun(500, 0.1),
-            "scratch": PaperRun(2000, 0.1),
-            "upscale": PaperRun(500, 0.013, 2000, (AdditiveNoise, 1.0), "base"),
-            "small_base": PaperRun(100, 0.1),
-            "small_scratch": PaperRun(400, 0.1),
-            "small_upscale": PaperRun(100, 0.013, 400, (AdditiveNoise, 1.0), "small_base"),
-        },
-        (4, 16),
-        [],
-    ),
-    "mlp/sgd": PaperExperiment(
-        "mlp-sgd",
-        MLP,
-        torch.optim.SGD,
-        {"momentum": 0, "weight_decay": 1e-4},
-        COVERTYPE,
-        2000,
-        {"max_epochs": 500, "max_steps": -1},
-        "32-true",
-        None,
-        {
+    "mlp/adamw": MLP_ADAMW,
+    "mlp/sgd": MLP_ADAMW._replace(
+        name="mlp-sgd",
+        optimizer=torch.optim.SGD,
+        settings={"momentum": 0, "weight_decay": 1e-4},
+        runs={
             "base": PaperRun(500, 0.4),
             "scratch": PaperRun(2000, 0.4),
             "upscale": PaperRun(500, 0.1, 2000, (AdditiveNoise, 1.25), "base"),
@@ -132,8 +145,6 @@ EXPERIMENTS = {
             "small_scratch": PaperRun(400, 0.4),
             "small_upscale": PaperRun(100, 0.1, 400, (AdditiveNoise, 1.25), "small_base"),
         },
-        (4, 16),
-        [],
     ),
     "resnet": PaperExperiment(
         "resnet",
@@ -169,46 +180,13 @@ EXPERIMENTS = {
         tiny=(96, 192),
     ),
     "gpt2/paper": GPT2_PAPER,
-    "gpt2/reduced": PaperExperiment(
-        "gpt2-reduced",
-        {"base_width": 64, "layers": 8, "heads": 8, "vocabulary": 8192, "context": 512, "compile": True, **RECIPE},
-        torch.optim.AdamW,
-        {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-        {"data_dir": "data/fineweb-8192", "context": 512},
-        128,
-        {"max_epochs": None, "max_steps": 1500},
-        "bf16-mixed",
-        1.0,
-        {
-            "base": PaperRun(256, 0.0078),
-            "scratch": PaperRun(512, 0.0078),
-            "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.24), "base"),
-            "small_base": PaperRun(64, 0.0078),
-            "small_upscale": PaperRun(64, 0.0078, 128, (AdditiveNoise, 0.24), "small_base"),
-        },
-        (64, 128),
-        ["--model.layers=1"],
+    "gpt2/reduced": GPT2_REDUCED,
+    "gpt2/by_heads": GPT2_REDUCED._replace(
+        name="gpt2-by-heads",
+        model={**GPT2_REDUCED.model, "heads": None, "head_dim": 32},
+        runs={name: GPT2_REDUCED.runs[name] for name in ("base", "scratch", "upscale")},
     ),
-    "gpt2/by_heads": PaperExperiment(
-        "gpt2-by-heads",
-        {"base_width": 64, "layers": 8, "heads": None, "head_dim": 32, "vocabulary": 8192, "context": 512,
-         "compile": True, **RECIPE},
-        torch.optim.AdamW,
-        {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-        {"data_dir": "data/fineweb-8192", "context": 512},
-        128,
-        {"max_epochs": None, "max_steps": 1500},
-        "bf16-mixed",
-        1.0,
-        {
-            "base": PaperRun(256, 0.0078),
-            "scratch": PaperRun(512, 0.0078),
-            "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.24), "base"),
-        },
-        (64, 128),
-        ["--model.layers=1"],
-    ),
-}  # fmt: skip
+}
 
 RUNS = [(folder, name) for folder, experiment in EXPERIMENTS.items() for name in experiment.runs]
 GPT2_OVERRIDES = ["--model.context=8", "--data.context=8", "--data.batch_size=2"]

@@ -167,8 +167,8 @@ RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw", kept=[]))
 @pytest.mark.parametrize(
     "method",
-    [mupscale.methods.Net2Net(), mupscale.methods.HyperCloning("diagonal", **RULES), mupscale.methods.Lemon()],
-    ids=["net2net", "diagonal", "lemon"],
+    [mupscale.methods.HyperCloning("diagonal", **RULES), mupscale.methods.Lemon()],
+    ids=["diagonal", "lemon"],
 )
 def test_a_method_that_keeps_the_training(method: Any, optimizer: str, tmp_path: Path) -> None:
     """Also with clipping, and after a resume."""

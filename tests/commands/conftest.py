@@ -1,11 +1,31 @@
-"""Fixtures for commands that run as processes of their own."""
+"""Figures that are not drawn, and commands that run as processes of their own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import blank_figures
 import pytest
 from program_server import WITHOUT_FIGURES, Server
+
+
+@pytest.fixture
+def rendered_figures() -> None:
+    """Figures are rendered."""
+
+
+@pytest.fixture
+def drawn_sweeps() -> None:
+    """Sweeps draw figures, into empty files."""
+
+
+@pytest.fixture(autouse=True)
+def _cheap_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second. Only tests with one of the fixtures above are about them."""
+    if "rendered_figures" not in request.fixturenames:
+        monkeypatch.setattr("mupscale.commands.figures.save", blank_figures.save)
+    if "drawn_sweeps" not in request.fixturenames:
+        monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
 
 
 @pytest.fixture

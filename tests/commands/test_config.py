@@ -56,7 +56,6 @@ def parsed_first(first: Config) -> Parsed:
     [
         ("UpscaleCallback.method", {"class_path": "mupscale.methods.HyperCloning"}),
         ("UpscaleCallback.noise", None),
-        ("UpscaleCallback.noise", {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}),
         ("UpscaleCallback.width", [16, 16]),
         ("model.optimizer.betas", [0.5, 0.9]),
         ("model.optimizer.lr", 1),
@@ -104,7 +103,6 @@ METHODS = [{"class_path": f"mupscale.methods.{name}"} for name in ("Duplication"
     ("key", "values", "bad"),
     [
         ("model.optimizer.lr", [0.1, -1, 2], "-1"),
-        ("model.hidden_layers", [1, 2.5, 3], "2.5"),
         ("model.hidden_layers", [1, True, 3], "True"),
         ("UpscaleCallback.method", METHODS, "HyperDuplication"),
     ],

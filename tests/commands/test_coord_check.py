@@ -35,6 +35,7 @@ def sizes(folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_figures")
 def test_the_command_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configuration(tmp_path / "c.yaml")
     main(["coord-check", "--config", config, "--widths", "16,32,64", "--seeds=2", f"--out={tmp_path / 'out'}"])

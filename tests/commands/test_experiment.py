@@ -113,16 +113,11 @@ def _without_figures_of_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
 
 
-@pytest.fixture
-def _without_figures_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
-
-
 # --- the protocol
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures_of_reports", "_without_figures_of_sweeps")
+@pytest.mark.usefixtures("_without_figures_of_reports")
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str]) -> None:
     out = Path("runs/experiments/e")
     options = ["--data.batch_size=900"]
@@ -190,7 +185,7 @@ def is_stacked(output: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures_of_reports", "_without_figures_of_sweeps")
+@pytest.mark.usefixtures("_without_figures_of_reports")
 def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
     content = upscale(noise=SIGNAL, seeds=[3], sweep_1=None, sweep_2={"UpscaleCallback.noise.t": [0.2]})
     main(["experiment", file(content), "--out", "o"])
@@ -263,7 +258,6 @@ def test_the_plan_shows_what_is_done(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures_of_sweeps")
 def test_transfer_from_end_to_end(capfd: pytest.CaptureFixture[str]) -> None:
     main(["experiment", file(transfer()), "--out", "o"])
     output = capfd.readouterr().out
@@ -544,7 +538,6 @@ def test_more_mistakes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures_of_sweeps")
 def test_damaged_files_are_named_and_written_again() -> None:
     whole = Experiment(Path("o"), read(Path(file(upscale())), []))
     whole.begin(["command"])

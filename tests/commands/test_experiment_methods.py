@@ -111,7 +111,6 @@ def swap_of(trial: Trial) -> dict[str, Any]:
 @pytest.mark.slow
 def test_each_method_grows_the_target_with_its_own_best_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is trained. All trials of one method diverge, and so it has no runs at the target size."""
-    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
     monkeypatch.setattr("mupscale.commands.lab.protocols.check", lambda description: None)
     whole = Experiment(Path("o"), read(Path(file()), []))
     whole.begin(["command"])

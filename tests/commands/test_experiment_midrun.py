@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import blank_figures
 import numpy as np
 import pytest
 import torch
@@ -17,7 +16,6 @@ from command_line import LR, NOISE, refused, small
 from synthetic_runs import mlp_flops, write_run
 
 from mupscale.__main__ import main
-from mupscale.commands import figures
 from mupscale.commands.lab.costs import Costs, StepClock, batches_of, budget_steps, measured, read_costs
 from mupscale.commands.lab.file import MidrunKeys, midrun_keys, read, stretched
 from mupscale.commands.lab.parts import RunPart
@@ -262,10 +260,8 @@ def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
 
 @pytest.mark.slow
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
     for module in ("file", "protocols"):  # the test of all shipped files has it, and it takes seconds
         monkeypatch.setattr(f"mupscale.commands.lab.{module}.check", lambda description: None)
-    monkeypatch.setattr(figures, "save", blank_figures.save)
     main(["experiment", file(midrun()), "--out", "o"])
     output = capfd.readouterr().out
     assert output.count(": begins\n") == 20

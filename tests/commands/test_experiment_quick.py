@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import blank_figures
 import pytest
 from paths import ROOT
 from tiers import slow_except
 
 from mupscale.__main__ import main
-from mupscale.commands import figures
 from mupscale.commands.config import class_name
 from mupscale.commands.lab.file import Description, description_of, read
 from mupscale.commands.lab.quick import quick_content
@@ -37,9 +35,7 @@ def _with_our_configurations(in_an_empty_folder: None) -> None:
 @pytest.fixture
 def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds, and other tests draw them; what `check` refuses is that of the test of shipped files."""
-    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
-    monkeypatch.setattr(figures, "save", blank_figures.save)
     monkeypatch.setattr("mupscale.commands.lab.protocols.check", lambda description: None)
 
 

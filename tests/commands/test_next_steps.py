@@ -66,11 +66,8 @@ def test_without_a_checkpoint_there_is_nothing_to_do(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_a_sweep_ends_with_the_command_that_uses_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_ends_with_the_command_that_uses_it(capsys: pytest.CaptureFixture[str]) -> None:
     config = small(Path("c.yaml"), enable_progress_bar=False, max_steps=6)
-    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
     swept = ["sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--out", "s", "--model.width=12"]
     assert sweeps.parser().own_and_other(swept[1:])[1] == ["--config", config, "--model.width=12"]
     commands = printed(capsys, *swept)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import blank_figures
 import pytest
 from PIL import Image
 from programs import run_program
@@ -87,13 +86,7 @@ def test_other_files_are_not_overwritten():
         report(out="file")
 
 
-@pytest.fixture
-def _blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "save", blank_figures.save)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_blank_figures")
 def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.MonkeyPatch):
     base(epochs(1.0), validation=accuracy(0.5))
     report()
@@ -125,6 +118,7 @@ def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_figures")
 def test_the_page_needs_nothing_else():
     base(epochs(1.0), validation=accuracy(0.7))
     scratch(epochs(1.0, 0.5), validation=accuracy(0.7), values={"data.init_args.data_dir": "<script>alert(1)</script>"})
@@ -147,7 +141,6 @@ def test_the_page_needs_nothing_else():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_blank_figures")
 def test_names_are_text_and_not_markup():
     """Names of folders, groups, sweeps, experiments and metrics, values of configurations, and descriptions."""
     marks = {name: f"<script>{name}" for name in ("folder", "std", "sweep", "experiment", "description", "command")}
@@ -174,7 +167,6 @@ def test_names_are_text_and_not_markup():
     assert 'Validation "><script>, against steps.' in page.text
 
 
-@pytest.mark.usefixtures("_blank_figures")
 def test_a_report_says_what_it_is_made_of_as_data():
     base(epochs(1.0))
     scratch(epochs(1.0, 0.4))
@@ -264,6 +256,7 @@ def band(values: list[float], spread: float = 0.0) -> figures.Band:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_figures")
 @pytest.mark.parametrize("label", ["_$\nothing$"])
 def test_a_label_is_drawn_as_it_is(tmp_path: Path, label: str):
     """It is neither mathematics nor hidden: a folder may have any name."""

@@ -44,12 +44,6 @@ def run(config: dict[str, Any], folder: Path) -> Result:
     return described.known_result() or described.make()
 
 
-@pytest.fixture
-def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take seconds."""
-    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
-
-
 # --- keys and values
 
 
@@ -116,7 +110,6 @@ def test_values_are_set_where_they_stand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures")
 @pytest.mark.parametrize(("metric", "last"), [("last_epoch", 6), ("last_20%", 4)])
 def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
@@ -133,7 +126,6 @@ def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures")
 def test_the_metric_of_accumulated_batches_and_of_seeds(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", accumulate_grad_batches=2, val_check_interval=1.0, max_steps=9)
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.02", "--seeds", "3,4", "--out", "s"])
@@ -148,7 +140,6 @@ def test_the_metric_of_accumulated_batches_and_of_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures")
 def test_a_logged_metric_is_its_last_value(tmp_path: Path) -> None:
     main(
         ["sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.02", "--metric", "val/loss", "--out", "s"]
@@ -203,6 +194,7 @@ def test_only_divergence_stops_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn_sweeps")
 def test_diverged_trials_end_early_and_are_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(
@@ -226,7 +218,6 @@ def test_diverged_trials_end_early_and_are_blank(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures")
 def test_a_network_that_is_not_finite_is_not_widened(tmp_path: Path) -> None:
     swap = upscale(3, 16)  # before the first check
     swap["init_args"]["noise"] = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}
@@ -339,7 +330,6 @@ def test_damaged_files_are_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures")
 def test_best_composes_with_another_width(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.001,0.02", "--sweep", f"{NOISE}=0.05,5", "--out", "s"])
@@ -416,6 +406,7 @@ def test_best_leaves_the_noise_of_other_growths_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn_sweeps")
 def test_best_may_be_a_class_or_another_step(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     classes = [{"class_path": f"mupscale.{name}", "init_args": {level: value}}
@@ -464,7 +455,6 @@ def test_mistakes_are_reported_before_the_first_trial(arguments: list[str], part
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures")
 def test_another_sweep_is_left_alone(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml")
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--out", "s"])

@@ -151,7 +151,7 @@ def test_overfitting_sees_the_same_rows_every_epoch(folder: str):
     assert starts(data.train_dataloader())[0] == [0, 7, 14, 21]
 
 
-@pytest.mark.parametrize("seen", range(0, 16, 3))
+@pytest.mark.parametrize("seen", [0, 7, 10])
 @pytest.mark.parametrize("order", ["random", "sequential"])
 def test_a_resumed_loader_yields_the_very_next_batch(folder: str, seen: int, order: str, resident: bool):
     straight = module(folder, order=order).train_dataloader()

@@ -110,7 +110,7 @@ def test_refused_arguments(options: dict, named: str):
 # ---- resume
 
 
-@pytest.mark.parametrize("seen", range(13))
+@pytest.mark.parametrize("seen", [0, 1, 6, 8])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resumed_loader_yields_the_very_next_batch(seen: int, world_size: int):
     straight = loader()
@@ -288,9 +288,7 @@ EVERY_STEP, EPOCH_END = {"every_n_train_steps": 1}, {"save_on_train_epoch_end": 
     ("checkpoint", "options", "checkpoints"),
     [
         (EVERY_STEP, {"max_epochs": 3}, 18),
-        (EVERY_STEP, {"max_steps": 15}, 15),
         (EVERY_STEP, {"max_epochs": 3, "limit_train_batches": 4}, 12),
-        (EVERY_STEP, {"max_epochs": 3, "val_check_interval": 2}, 18),
         (EVERY_STEP, {"max_epochs": 2, "accumulate_grad_batches": 2}, 6),
         # Lightning does not load the loader's state from these
         (EPOCH_END, {"max_epochs": 3}, 3),

@@ -110,14 +110,6 @@ def bare_parameters(n: int) -> nn.Module:
     )
 
 
-def einsum(n: int) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = torch.tanh(torch.einsum("bi,ni->bn", x, s.a))
-        return torch.einsum("bn,nm,mo->bo", h, s.b, s.c)
-
-    return Net(forward, a=drawn(n, IN), b=drawn(n, n), c=drawn(n, OUT))
-
-
 def weight_normed(n: int) -> nn.Module:
     return seq(nn.Linear(IN, n), nn.Tanh(), parametrizations.weight_norm(nn.Linear(n, n)), nn.Tanh(), nn.Linear(n, OUT))
 
