@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import LR, NOISE, refused, small
+from command_line import LR, NOISE, config_of, refused, small, swap_of
 from command_line import trials as table
 from logged import losses
 from paths import ROOT
@@ -71,23 +71,12 @@ def file(content: Any) -> str:
     return "e.yaml"
 
 
-def config_of(run: Path) -> Any:
-    return yaml.safe_load((run / "config.yaml").read_text())
-
-
 def lr_in(config: Any) -> float:
     return config["model"]["init_args"]["optimizer"]["init_args"]["lr"]
 
 
 def lr_of(run: Path) -> float:
     return lr_in(config_of(run))
-
-
-def swap_of(run: Path) -> Any:
-    (swap,) = (
-        c["init_args"] for c in config_of(run)["trainer"]["callbacks"] if c["class_path"].endswith("UpscaleCallback")
-    )
-    return swap
 
 
 def values(out: Path) -> dict[str, float]:

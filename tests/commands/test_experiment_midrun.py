@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from command_line import LR, NOISE, refused, small
+from command_line import LR, NOISE, config_of, refused, small, swap_of
 from synthetic_runs import mlp_flops, write_run
 
 from mupscale.__main__ import main
@@ -67,17 +67,6 @@ def file(content: Any) -> str:
 def keys_of(**keys: Any) -> MidrunKeys:
     content = midrun(**keys)
     return midrun_keys(content, Growth(*content["small"]), Growth(*content["target"]))
-
-
-def config_of(run: Path) -> Any:
-    return yaml.safe_load((run / "config.yaml").read_text())
-
-
-def swap_of(run: Path) -> Any:
-    (swap,) = (
-        c["init_args"] for c in config_of(run)["trainer"]["callbacks"] if c["class_path"].endswith("UpscaleCallback")
-    )
-    return swap
 
 
 def lr_of(run: Path) -> float:

@@ -59,3 +59,15 @@ def trials(out: Path) -> list[dict[str, str]]:
     """The rows of a sweep's table."""
     with open(out / "trials.csv") as file:
         return list(csv.DictReader(file))
+
+
+def config_of(run: Path) -> Any:
+    """The configuration of a run."""
+    return yaml.safe_load((run / "config.yaml").read_text())
+
+
+def swap_of(run: Path) -> Any:
+    """The arguments of the one UpscaleCallback of a run."""
+    callbacks = config_of(run)["trainer"]["callbacks"]
+    (swap,) = (each["init_args"] for each in callbacks if each["class_path"].endswith("UpscaleCallback"))
+    return swap

@@ -183,7 +183,7 @@ def test_a_unit_is_exact(kind: type, optimizer_name: str):
     assert drift(kind, OPTIMIZERS[optimizer_name], (8, 16)) <= 1e-12
 
 
-@pytest.mark.parametrize(("kind", "optimizer_name"), zip(KINDS, cycle(OPTIMIZERS), strict=False))
+@pytest.mark.parametrize(("kind", "optimizer_name"), [*zip(KINDS, cycle(OPTIMIZERS), strict=False)])
 def test_units_compose_over_two_upscales_and_a_resume(kind: type, optimizer_name: str):
     assert drift(kind, OPTIMIZERS[optimizer_name], (8, 16, 48), reload=True) <= 1e-12
 
