@@ -304,7 +304,7 @@ def test_the_papers_numbers(folder: str, name: str) -> None:
         assert model.hparams["init_from"] is None
 
 
-TRAINED_OFTEN = ("mlp/sgd", "resnet", "gpt2/by_heads")
+TRAINED_OFTEN = ("resnet", "gpt2/by_heads")
 """Beside mlp/adamw: one of each model and of each way in which it grows."""
 
 

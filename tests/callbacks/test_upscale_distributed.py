@@ -72,14 +72,13 @@ def test_on_two_processes_checkpoints_resume_exactly(distributed: list[dict[Any,
 
 def test_on_two_processes_by_a_fraction(distributed: list[dict[Any, Any]]) -> None:
     for rank in distributed:
-        for kind in ("ddp", "fsdp"):
-            narrow = rank[kind, "mlp", "narrow"]
-            wide, resumed = (rank[kind, "mlp", name] for name in ("fraction", "fraction, resumed"))
-            assert wide["width"] == 20
-            assert float((narrow["losses"] - wide["losses"]).abs().max()) < 1e-6
-            assert torch.equal(resumed["losses"], wide["losses"][SAVED:])
-            for part in ("weights", "state"):
-                assert_identical(resumed[part], wide[part])
+        narrow = rank["fsdp", "mlp", "narrow"]
+        wide, resumed = (rank["fsdp", "mlp", name] for name in ("fraction", "fraction, resumed"))
+        assert wide["width"] == 20
+        assert float((narrow["losses"] - wide["losses"]).abs().max()) < 1e-6
+        assert torch.equal(resumed["losses"], wide["losses"][SAVED:])
+        for part in ("weights", "state"):
+            assert_identical(resumed[part], wide[part])
 
 
 def test_on_two_processes_in_depth(distributed: list[dict[Any, Any]]) -> None:

@@ -39,7 +39,7 @@ def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.lab.protocols.check", lambda description: None)
 
 
-KEPT = ("methods_quickstart", "transfer_gpt2_reduced")
+KEPT = ("methods_quickstart", "transfer_mlp_sgd")
 """Without `--all`; test_experiment.py reads all files and runs the protocol upscale, test_experiment_midrun.py runs the
 protocol midrun, and test_configs.py trains one step of every model."""
 

@@ -31,22 +31,22 @@ COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
 
 
 def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
-    """A configuration of 80 steps with clipping and a growth in the middle, in float64."""
+    """A configuration of 40 steps with clipping and a growth in the middle, in float64."""
     settings = {
-        "max_steps": 80,
+        "max_steps": 40,
         "val_check_interval": 1.0,
         "precision": "64-true",
         "gradient_clip_val": 0.3,
         "log_every_n_steps": 4,
     }
-    config = small(path, upscale(42, 16), **settings | trainer)
-    return changed(config, optimizer=optimizer, checkpoint={"every_n_train_steps": 30})
+    config = small(path, upscale(22, 16), **settings | trainer)
+    return changed(config, optimizer=optimizer, checkpoint={"every_n_train_steps": 15})
 
 
 # --- stacked = separate
 
 
-SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=80"]
+SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=40"]
 DEEPER = ["--model.layers=2", "--model.base_layers=2", "--callback_args={UpscaleCallback: {layers: 4}}"]
 WD, BETAS, MOMENTUM = (f"model.optimizer.{name}" for name in ("weight_decay", "betas", "momentum"))
 
@@ -160,12 +160,10 @@ def test_trials_that_diverge_touch_no_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_trial_is_an_ordinary_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small(tmp_path / "c.yaml", upscale(5, 16), max_steps=9)
-    options = ["--sweep", f"{LR}=0.01,0.02", "--seeds", "3,4", "--stack"]
+    options = ["--sweep", f"{LR}=0.01", "--seeds", "3,4", "--stack"]
     stacked, apart = (swept(name, config, *options, size) for name, size in (("stacked", "auto"), ("apart", "off")))
     runs = sorted((stacked / "trials").iterdir())
-    assert [run.name for run in runs] == [
-        f"00{cell}_lr=0.0{cell + 1},seed={seed}" for cell in (0, 1) for seed in (3, 4)
-    ]
+    assert [run.name for run in runs] == ["000_lr=0.01,seed=3", "000_lr=0.01,seed=4"]
     for run in runs:
         other = apart / "trials" / run.name
         assert (run / "config.yaml").read_text() == (other / "config.yaml").read_text()
@@ -173,14 +171,14 @@ def test_a_trial_is_an_ordinary_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         for checkpoint in relative(run, "*.ckpt"):
             sizes = [(folder / checkpoint).stat().st_size for folder in (run, other)]
             assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
-    run = runs[2]
+    run = runs[1]
     capsys.readouterr()
     last = str(run / "checkpoints" / "last.ckpt")
     main(["validate", "--config", str(run / "config.yaml"), "--ckpt_path", last, "--trainer.logger=false"])
     assert "val/loss" in capsys.readouterr().out
     main(["upscale", last, "--width", "32", "--out", "wide.ckpt"])
     assert torch.load("wide.ckpt", weights_only=True)["state_dict"]["net.readout.weight"].shape == (7, 32)
-    main(["report", *map(str, runs[:2]), "--out", "report"])
+    main(["report", *map(str, runs), "--out", "report"])
     assert Path("report/index.html").exists()
 
 

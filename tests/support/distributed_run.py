@@ -149,7 +149,7 @@ def main(folder: Path) -> None:
             answers[kind, "mlp", name], _ = fit(
                 kind, "mlp", folder / "again", **RUNS["noisy"], width=width, ckpt=folder / kind / f"{name}.ckpt"
             )
-        if kind == "fsdp, whole checkpoints":
+        if kind != "fsdp":
             continue
         fraction: dict[str, Any] = {"grow": True, "to": 20}
         saver = ModelCheckpoint(folder / f"{kind} fraction", "{step}", every_n_train_steps=SAVED)
@@ -159,7 +159,7 @@ def main(folder: Path) -> None:
             "mlp",
             folder / "again",
             **fraction,
-            width=8 if kind == "ddp" else 20,
+            width=20,
             ckpt=folder / f"{kind} fraction" / f"step={SAVED}.ckpt",
         )
     answers["ddp", "mlp", "learned"], _ = fit("ddp", "mlp", folder / "learned", grow=True, method=learned())
