@@ -9,7 +9,7 @@ from distributed_modules import SETTINGS
 from distributed_run import SAVED, STEPS, Data, learned
 from lightning.pytorch import seed_everything
 from paths import SUPPORT
-from programs import TORCHRUN, run_program
+from programs import run_program
 from tiny_modules import ADAMW, mlp
 from torch import Tensor
 from training_runs import Record, assert_identical, quiet_trainer
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def distributed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each of two processes reports of its runs."""
     folder = tmp_path_factory.mktemp("distributed")
-    run_program(*TORCHRUN, SUPPORT / "distributed_run.py", folder)
+    run_program(SUPPORT / "distributed_run.py", folder)
     return [
         torch.load(folder / f"{rank}.pt", weights_only=True)
         | torch.load(folder / f"modules/{rank}.pt", weights_only=True)

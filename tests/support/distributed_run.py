@@ -1,6 +1,7 @@
-"""A program that trains on two CPU processes: `python -m torch.distributed.run --nproc-per-node 2 … FOLDER`.
+"""A program that trains on two CPU processes: `python distributed_run.py FOLDER`.
 
-All runs are in one program, because starting processes takes longer than training. Rank r writes FOLDER/r.pt.
+Torch's launcher forks them, so that none has to import anything. All runs are in one program, because starting
+processes takes longer than training. Rank r writes FOLDER/r.pt.
 """
 
 import logging
@@ -19,6 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from process_runs import launched
 from tiny_modules import ADAMW, SGD, gpt2, mlp, rows
 from training_runs import Record, quiet_trainer
 
@@ -173,4 +175,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     collector.begin()
-    main(Path(sys.argv[1]))
+    launched(2, main, Path(sys.argv[1]))

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,13 @@ def widen_offline(folder: Path) -> None:
     command_line.main(["upscale", narrow, "--width", str(WIDTH), "--out", wide])
 
 
-def launched(processes: int, *arguments: Any) -> list[dict[str, Any]]:
-    """What `fit` returns on each rank."""
+def launched(processes: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a function returns on each rank."""
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="processes", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.05, start_method="fork",
     )  # fmt: skip
-    answers = elastic_launch(config, fit)(*arguments)
+    answers = elastic_launch(config, function)(*arguments)
     return [answers[rank] for rank in range(processes)]
 
 
@@ -116,7 +117,7 @@ def main(folder: Path, *names: str) -> None:
         model, noise, precision, kinds = CASES[name]
         case = model, noise, precision
         if (*case, "whole") not in answers:
-            answers[*case, "whole"] = launched(1, *case, "auto", folder / name / "whole", (1, 0, STEPS, None))
+            answers[*case, "whole"] = launched(1, fit, *case, "auto", folder / name / "whole", (1, 0, STEPS, None))
         place, answers[name] = folder / name, []
         for kind, part in zip(kinds, PARTS, strict=True):
             if name == OFFLINE and part[0] == 2:
@@ -125,7 +126,7 @@ def main(folder: Path, *names: str) -> None:
             if name == OFFLINE and part[0] == 4:
                 widen_offline(place)
                 part = (*part[:3], WIDE)
-            answers[name].append(launched(part[0], *case, kind, place, part))
+            answers[name].append(launched(part[0], fit, *case, kind, place, part))
     torch.save(answers, folder / "answers.pt")
 
 

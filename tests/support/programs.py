@@ -20,8 +20,6 @@ LIMIT = 240
 SHARED_CODE = {"PYTHONPATH": str(SUPPORT)}
 """Variables of a program that imports modules beside this one."""
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-
 
 def run_program(
     *arguments: Any, status: int | None = 0, limit: float = LIMIT, **options: Any
