@@ -12,14 +12,15 @@ from command_line import trials
 from run_ends import differences, observed
 
 from mupscale.__main__ import main
-from mupscale.commands.lab import sweep
+from mupscale.commands.lab import space, sweep
 
 
 @contextlib.contextmanager
 def plain_sweeps() -> Iterator[None]:
-    """Sweeps without figures, which take seconds, and whose trials all keep their checkpoints."""
+    """Sweeps without figures and without a check of every value, which take seconds; all trials keep checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "draw_sweep", lambda *_: [])
+        patch.setattr(space, "refuse_invalid", lambda *_: None)
         patch.setattr(sweep, "drop_checkpoints", lambda folder: None)
         yield
 
