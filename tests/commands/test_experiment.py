@@ -97,16 +97,17 @@ class Idle:
 
 
 @pytest.fixture
-def _without_figures_of_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take seconds."""
+def _trained_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without figures, and without the check of the file, which the test of shipped files has: they take seconds."""
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
+    monkeypatch.setattr("mupscale.commands.lab.protocols.check", lambda description: None)
 
 
 # --- the protocol
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures_of_reports")
+@pytest.mark.usefixtures("_trained_only")
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str]) -> None:
     out = Path("runs/experiments/e")
     options = ["--data.batch_size=900"]
@@ -174,7 +175,7 @@ def is_stacked(output: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures_of_reports")
+@pytest.mark.usefixtures("_trained_only")
 def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
     content = upscale(noise=SIGNAL, seeds=[3], sweep_1=None, sweep_2={"UpscaleCallback.noise.t": [0.2]})
     main(["experiment", file(content), "--out", "o"])
