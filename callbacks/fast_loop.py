@@ -108,29 +108,9 @@ class LeanEpochLoop(EpochLoop):
             return
         if self._captured is not None and self._blocks is not None and self._blocks.take(self._captured):
             return
-        awaits_checkpoint = self._blocks is not None and self._blocks.awaits_checkpoint()
         batch, batch_idx = self.before_step(data_fetcher)
         outputs = None if batch is None else self._step(self.trainer, self._module, batch, batch_idx)
-        if awaits_checkpoint and self._captured is not None and self._captured.kind == self._kind:
-            self._end_step_with_checkpoint(data_fetcher, self._captured, batch, batch_idx)
-        else:
-            self.after_step(outputs, batch, batch_idx)
-
-    def _end_step_with_checkpoint(self, data_fetcher: Any, captured: CapturedStep, batch: Any, batch_idx: int) -> None:
-        """Does what comes after a captured step that has a checkpoint, while the device is busy with the next steps."""
-        assert self._blocks is not None
-        try:
-            ahead = self._blocks.launch_ahead(captured)
-            self.after_step({"loss": self._module.train_loss}, batch, batch_idx)
-            if ahead is None or not self._blocks.goes_on(ahead):
-                return
-            self.on_advance_end(data_fetcher)
-            self.on_iteration_done()
-        except BaseException:
-            self._blocks.take_back()
-            raise
-        self._blocks.keep()
-        self._blocks.take(captured, ahead)
+        self.after_step(outputs, batch, batch_idx)
 
     def before_step(self, data_fetcher: Any) -> tuple[Any, int]:
         """The next batch, on its device, and its number; the hooks before a step are called."""

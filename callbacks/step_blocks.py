@@ -4,10 +4,6 @@ On a GPU, the hooks of every step would take longer than a step of a small netwo
 log, a checkpoint, a validation, a swap) are launched as a block, and callbacks get the losses of a block
 (`strides.py`). While they process it, the device is busy with the next one. An epoch that ends without a validation is
 no event, unless something has a hook there.
-
-While a checkpoint is made, the device is busy with the steps after it: they are launched before the hooks of its step,
-once what they change is copied on the device. The checkpoint gets the copies. If the run does not go on as expected,
-the copies are put back.
 """
 
 import time
@@ -17,15 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 
-from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.models import _lightning_loop as loops
-from mupscale.models._lightning import callbacks_in, callbacks_of, datamodule_of, update_callback_metrics
+from mupscale.models._lightning import callbacks_in, callbacks_of
 from mupscale.models.base import Growable
-from mupscale.models.checkpoint_files import Snapshot, files_of, fits_on_device
 
 OF_STEPS = ("on_train_batch_start", "on_train_batch_end")
 
@@ -53,19 +47,16 @@ class StepBlocks:
         self._is_scheduled = bool(trainer.lr_scheduler_configs)
         self._passes_epochs = not loops.validates(trainer) and not has_hooks(trainer, OF_EPOCHS)
         self._most = FIRST
-        self._files = files_of(trainer)
-        self._may_run_ahead = self._files.in_background and not self._is_scheduled and saves_known_state(trainer)
 
-    def take(self, captured: CapturedStep, ahead: "Block | None" = None) -> bool:
-        """Takes the steps up to the next that needs hooks; `ahead` were launched before. False if that is the next."""
+    def take(self, captured: CapturedStep) -> bool:
+        """Takes all steps up to the next that needs hooks; False if that is the next one."""
         trainer = self._trainer
         left, place, step = self._free_steps(), loops.place_in_data(trainer), trainer.global_step
         first_step = step
-        if ahead is None and (left < 1 or not self._is_at(place)):
+        is_there = (self._loader.epoch, self._loader.position) == (place.epoch, place.position)
+        if left < 1 or not is_there:
             return False
-        under_way = ahead
-        if ahead is not None:
-            place, step, left = ahead.end, step + ahead.steps, left - ahead.steps
+        under_way: Block | None = None
         while left >= 1:
             if place.position == int(trainer.num_training_batches):
                 place = place.next_epoch()
@@ -87,68 +78,6 @@ class StepBlocks:
             return False
         loops.leave_steps(trainer, validated=False)
         return True
-
-    def _is_at(self, place: loops.Place) -> bool:
-        return (self._loader.epoch, self._loader.position) == (place.epoch, place.position)
-
-    def awaits_checkpoint(self) -> bool:
-        """Whether the next step has hooks for a checkpoint, and for nothing else."""
-        trainer, module = self._trainer, self._module
-        savers = [callback for callback in self._strides if isinstance(callback, RunCheckpoint)]
-        others = [callback for callback in self._strides if not isinstance(callback, RunCheckpoint)]
-        return (
-            self._may_run_ahead
-            and any(callback.free_steps(trainer, module) < 1 for callback in savers)
-            and all(callback.free_steps(trainer, module) >= 1 for callback in others)
-        )
-
-    def launch_ahead(self, captured: CapturedStep) -> "Block | None":
-        """Launches steps before the hooks of the step that was just taken; None if these may change the course."""
-        trainer, module = self._trainer, self._module
-        left, place, device = self._free_steps(), loops.place_in_data(trainer), trainer.strategy.root_device
-        is_event = loops.batches_left(trainer) == 0 or loops.is_followed_by_validation(trainer, place)
-        if left < 1 or is_event or captured.draws_numbers or not self._is_at(place):
-            return None
-        states = (value for state in trainer.optimizers[0].state.values() for value in state.values())
-        tensors = [*module.parameters(), *module.buffers(), *(value for value in states if isinstance(value, Tensor))]
-        if not fits_on_device(tensors):
-            return None
-        assert module.train_loss is not None
-        # what hooks read of the device would come after the steps
-        metrics = {name: value for name, value in trainer.callback_metrics.items() if value.device.type != "cpu"}
-        read = HostCopy({"": module.train_loss, **metrics})
-        random_state, self._files.snapshot = random_state_of(device), Snapshot(tensors)
-        block = self._launch(captured, place, trainer.global_step, left)
-        if not torch.equal(random_state, random_state_of(device)):  # the checkpoint would have that of later steps
-            captured.draws_numbers = True
-            self.take_back()
-            set_random_state(device, random_state)
-            return None
-        values = read.arrived()
-        module.__dict__["train_loss"] = torch.tensor(values[""], dtype=torch.float64)
-        update_callback_metrics(
-            trainer, {name: torch.tensor(values[name], dtype=metrics[name].dtype) for name in metrics}
-        )
-        if block is None:
-            self.keep()
-        return block
-
-    def goes_on(self, ahead: "Block") -> bool:
-        """Whether steps that were launched ahead are still the next ones; if not, takes them back."""
-        if self._files.snapshot is not None and self._free_steps() >= ahead.steps:
-            return True
-        self.take_back()
-        return False
-
-    def keep(self) -> None:
-        """Keeps steps that were launched ahead: from now on checkpoints have what the tensors have."""
-        self._files.snapshot = None
-
-    def take_back(self) -> None:
-        """Undoes steps that were launched ahead."""
-        if self._files.snapshot is not None:
-            self._files.snapshot.restore()
-            self._files.snapshot = None
 
     def _free_steps(self) -> float:
         return free_steps(self._trainer, self._strides, self._passes_epochs)
@@ -224,30 +153,6 @@ class HostCopy:
 
 def _pinned_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def random_state_of(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-def saves_known_state(trainer: Trainer) -> bool:
-    """Whether only code of this project and of Lightning adds to a checkpoint: other code may read changing tensors."""
-    module = trainer.lightning_module
-    owners = (module, datamodule_of(trainer), *callbacks_of(trainer))
-    methods = [getattr(type(owner), name, None) for owner in owners for name in ("state_dict", "on_save_checkpoint")]
-    is_known = all(
-        method is None or getattr(method, "__module__", "").partition(".")[0] in ("mupscale", "lightning", "torch")
-        for method in methods
-    )
-    extra = nn.Module.get_extra_state
-    return is_known and all(type(part).get_extra_state is extra for part in module.modules())
 
 
 def takes_blocks(trainer: Trainer) -> bool:

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,7 @@ ON_DEVICE = 1 / 8
 """The share of a GPU's unused memory that a copy may take there, until the thread has it on the host. That takes a
 thousandth of the time of a copy to the host, for which the device would have to wait."""
 
-SMALL = 2**24
-"""Bytes of a copy for which the host always has room: to look how much is free takes longer than to make it."""
-
-CONSTANTS = frozenset((int, float, str, bool, bytes, type(None)))
+CONSTANTS = (int, float, str, bool, bytes, type(None))
 
 Operation = Callable[[], None]
 
@@ -53,14 +50,9 @@ class CheckpointFiles(TorchCheckpointIO):
     a process that is killed leaves whole files. Training waits if one copy is being written and another one waits, at
     the end of a fit, and after an exception. Between `hold` and `go_on` the thread begins nothing, unless training
     waits for it. An error of the thread ends the run at the end of the step; what it had still to do is dropped.
-
-    With a `snapshot`, a checkpoint gets the values of that. If it has not all of them, it is restored first.
     """
 
     in_background = False
-
-    snapshot: "Snapshot | None" = None
-    """Of the tensors that steps under way are changing."""
 
     def __init__(self) -> None:
         self._waiting: Waiting | None = None
@@ -79,11 +71,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         tensors = copied_tensors(checkpoint) if self._defers else []
-        is_deferred = self._defers and has_room(tensors)
-        if self.snapshot is not None and not (is_deferred and self.snapshot.covers(checkpoint)):
-            self.snapshot.restore()
-            self.snapshot = None
-        if not is_deferred:
+        if not self._defers or not has_room(tensors):
             self.wait()
             self._save(map_leaves(alone, checkpoint), path, storage_options)
             return
@@ -92,10 +80,7 @@ class CheckpointFiles(TorchCheckpointIO):
         with self._lock:
             self._lock.wait_for(lambda: self._copies < AT_ONCE)
         self.raise_error()
-        if self.snapshot is not None:
-            copied = copy_tensors(checkpoint, tensors, None, self.snapshot.copies)
-        else:
-            copied = copy_tensors(checkpoint, tensors, None if fits_on_device(tensors) else torch.device("cpu"))
+        copied = copy_tensors(checkpoint, tensors, None if fits_on_device(tensors) else torch.device("cpu"))
         is_there = torch.cuda.Event() if any(tensor.is_cuda for tensor in tensors) else None
         if is_there is not None:
             is_there.record()
@@ -244,77 +229,40 @@ def copied_tensors(checkpoint: Any) -> list[Tensor]:
     return found
 
 
-Address = tuple[torch.device, int]
-"""Of the memory of a tensor."""
-
-
-class Snapshot:
-    """Copies of tensors as they are now, beside which steps under way may change them."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._live = {address_of(tensor): memory_of(tensor) for tensor in tensors}
-        self.copies = {address: memory.clone() for address, memory in self._live.items()}
-
-    def covers(self, checkpoint: Any) -> bool:
-        """Whether it has all tensors of a checkpoint that the device may be changing."""
-        found: list[Tensor] = []
-        map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, checkpoint)
-        return all(self._has(tensor) for tensor in found if tensor.is_cuda or address_of(tensor) in self.copies)
-
-    def _has(self, tensor: Tensor) -> bool:
-        is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        return is_copied(tensor) and is_whole and address_of(tensor) in self.copies
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Gives the tensors their values of then."""
-        for address, memory in self._live.items():
-            memory.copy_(self.copies[address])
-
-
-def copy_tensors(
-    checkpoint: Any, tensors: list[Tensor], device: torch.device | None, known: Mapping[Address, Tensor] | None = None
-) -> Any:
+def copy_tensors(checkpoint: Any, tensors: list[Tensor], device: torch.device | None) -> Any:
     """A copy of a checkpoint, which nothing changes; its tensors share what they shared.
 
     Args:
         checkpoint: What is copied.
         tensors: Its `copied_tensors`.
         device: Where the copies are; by default where the tensors are.
-        known: Copies of memory that were made before, as bytes.
     """
     whole = {id(tensor): alone(tensor) for tensor in tensors}
-    copies = dict(known or {})
+    copies: dict[tuple[torch.device, int], Tensor] = {}
     for tensor in whole.values():
         if address_of(tensor) not in copies:
-            copies[address_of(tensor)] = memory_of(tensor).to(device or tensor.device, copy=True)
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            copies[address_of(tensor)] = source.to(device or source.device, copy=True)
     memo: dict[int, Any] = {}
     for key, tensor in whole.items():
         copied = copies[address_of(tensor)]
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         made = torch.empty(0, dtype=tensor.dtype, device=copied.device).set_(copied.untyped_storage(), *place)
         memo[key] = made.requires_grad_(tensor.requires_grad)
-    return map_leaves(lambda leaf: copy.deepcopy(leaf, memo), checkpoint)
+    return map_leaves(lambda leaf: leaf if type(leaf) in CONSTANTS else copy.deepcopy(leaf, memo), checkpoint)
 
 
-def address_of(tensor: Tensor) -> Address:
+def address_of(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def memory_of(tensor: Tensor) -> Tensor:
-    """All bytes of the storage of a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nest of plain dicts, lists and tuples, with what the function makes of all else but numbers and texts.
+    """The same nest of plain dicts, lists and tuples, with what the function makes of everything else.
 
     torch's `tree_map` takes ten times as long, which a small network waits for.
     """
-    if type(value) in CONSTANTS:
-        return value
     if type(value) is dict:
-        return {key: inner if type(inner) in CONSTANTS else map_leaves(function, inner) for key, inner in value.items()}
+        return {key: map_leaves(function, inner) for key, inner in value.items()}
     if type(value) is OrderedDict:
         made = OrderedDict((key, map_leaves(function, inner)) for key, inner in value.items())
         vars(made).update(vars(value))  # the versions of a network's modules
@@ -332,8 +280,7 @@ def is_copied(value: Any) -> bool:
 
 def has_room(tensors: list[Tensor]) -> bool:
     """Whether the host can hold a copy of these tensors: it may take half of the memory that is free."""
-    size = bytes_of(tensors)
-    return size <= SMALL or 2 * size <= free_bytes(torch.device("cpu"))
+    return 2 * bytes_of(tensors) <= free_bytes(torch.device("cpu"))
 
 
 def fits_on_device(tensors: list[Tensor]) -> bool:

@@ -24,9 +24,6 @@ class CapturedStep:
     gradients and activations.
     """
 
-    draws_numbers = False
-    """Whether a replay was seen to draw random numbers."""
-
     def __init__(self, gradients: Callable[[Any], Tensor], optimizer: Optimizer, batch: Any) -> None:
         """`gradients` returns the loss of a batch after its gradients, clipped if they are to be; it runs once, here.
 

@@ -191,8 +191,6 @@ def test_clipping_is_a_few_kernels_for_any_number_of_parameters() -> None:
 class Done:
     """A captured step, replayed in no time."""
 
-    draws_numbers = False
-
     def __init__(self, gradients: Any, optimizer: Any, batch: Any) -> None:
         self.kind = step_kind(batch, optimizer)
         self.loss = torch.tensor(1.0)

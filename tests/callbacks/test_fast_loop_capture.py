@@ -31,14 +31,12 @@ from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
 from mupscale.callbacks.plain import WidthBar, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.callbacks.step_blocks import StepBlocks
 from mupscale.callbacks.strides import RateMonitor, Strides, steps_to
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import step_kind
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
-from mupscale.models import checkpoint_files
 from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`:UserWarning")
@@ -48,7 +46,6 @@ class StandIn:
     """A CapturedStep that captures nothing, and counts the steps that it would have replayed."""
 
     made: list["StandIn"]
-    draws_numbers = False
 
     def __init__(self, gradients: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer, batch: Any) -> None:
         self.gradients, self.optimizer = gradients, optimizer
@@ -337,39 +334,9 @@ def run_by_default(
         return fit(case, folder, ckpt=ckpt), calls
 
 
-AHEAD = {
-    "plain": 3,
-    "validations": 1,
-    "clipping": 3,
-    "upscales": 3,
-    "epochs": 4,
-    "epochs without validation": 3,
-    "epochs with a growth": 3,
-    "validations every other epoch": 5,
-    "ragged batches": 3,
-    "rates of epochs": 3,
-    "the end of an epoch is the end": 4,
-}
-"""How often steps are launched before the hooks of a checkpoint, if it is written in the background."""
-
-
-@pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The blocks that are launched before the hooks of a checkpoint."""
-    launch_ahead, blocks = StepBlocks.launch_ahead, list[Any]()
-
-    def noted(self: StepBlocks, captured: Any) -> Any:
-        block = launch_ahead(self, captured)
-        blocks.extend([block] * (block is not None))
-        return block
-
-    monkeypatch.setattr(StepBlocks, "launch_ahead", noted)
-    return blocks
-
-
 @pytest.mark.parametrize("name", slow_except(BLOCKS, "validations", "upscales", "epochs"))
 def test_blocks_of_steps_are_as_single_steps(
-    name: str, captures: list[StandIn], ahead: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, captures: list[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = BLOCKS[name][3]
     single, called = run_by_default(name, tmp_path / "run", monkeypatch, Hooked())
@@ -378,80 +345,11 @@ def test_blocks_of_steps_are_as_single_steps(
     expected, replayed = observed(single.folder), [step.calls for step in captures]
     shutil.move(tmp_path / "run", tmp_path / "single")
     captures.clear()
-    monkeypatch.setattr(checkpoint_files, "pays_in_background", lambda trainer: True)
     blocks, called = run_by_default(name, tmp_path / "run", monkeypatch)
     assert list(differences(observed(blocks.folder), expected)) == []
     assert [step.calls for step in captures] == replayed, "as many steps were captured"
     # with hooks are the first four, those with a checkpoint, a validation or a growth, and the last of an epoch
     assert called["Curves.on_train_batch_end"] == BLOCKS[name][4]
-    assert len(ahead) == AHEAD.get(name, 0)
-
-
-class Drops(MLP):
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss((torch.nn.functional.dropout(batch[0], 0.5), batch[1]))
-
-
-class Remembers(Callback):
-    """Its state may depend on the weights."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"a": 1}
-
-
-class Stops(Strides):
-    """Ends a run after some steps, as a trial that is not worth going on; the hook of that step is needed by nobody."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.should_stop = trainer.global_step == 14
-
-
-@pytest.mark.parametrize("name", ["random numbers", "a state of unknown origin", "an end"])
-def test_steps_that_were_launched_too_early_are_taken_back(
-    name: str, captures: list[StandIn], ahead: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_files, "pays_in_background", lambda trainer: True)
-    make = partial(Drops if name == "random numbers" else MLP, 8, 4, 6, 3)
-    other: list[type[Callback]] = {"a state of unknown origin": [Remembers], "an end": [Stops]}.get(name, [])
-    runs = []
-    for folder, hooked in (("single", [Hooked]), ("blocks", [])):
-        saver = RunCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=7, save_top_k=-1)
-        callbacks = [*default_callbacks([], progress_bar=False), saver, FastLoop(cuda_graph=True)]
-        callbacks += [kind() for kind in (*other, *hooked)]
-        runs.append(fit(Case(make, lambda mine=callbacks: mine), tmp_path / folder / "run"))
-    theirs, ours = runs
-    assert ours.trainer.global_step == theirs.trainer.global_step == (14 if name == "an end" else 25)
-    for one, two in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
-        assert torch.equal(one, two)
-    for step in (7, 14):
-        saved = [torch.load(tmp_path / folder / f"step={step}.ckpt") for folder in ("single", "blocks")]
-        for key, tensor in saved[0]["state_dict"].items():
-            assert torch.equal(tensor, saved[1]["state_dict"][key])
-    assert len(ahead) == {"random numbers": 0, "a state of unknown origin": 0, "an end": 2}[name]
-    calls = [step.calls for step in captures]
-    assert (calls[1] > calls[0]) == (name != "a state of unknown origin"), "some were taken twice"
-
-
-def test_a_run_that_is_interrupted_at_a_checkpoint_has_the_weights_of_its_step(
-    captures: list[StandIn], ahead: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_files, "pays_in_background", lambda trainer: True)
-    save, module = RunCheckpoint._save_checkpoint, mlp()
-
-    def interrupted(self: RunCheckpoint, trainer: Trainer, path: str) -> None:
-        save(self, trainer, path)
-        if trainer.global_step == 14:
-            raise OSError("no")
-
-    monkeypatch.setattr(RunCheckpoint, "_save_checkpoint", interrupted)
-    saver = RunCheckpoint(tmp_path, "{step}", every_n_train_steps=7, save_top_k=-1)
-    callbacks = [*default_callbacks([], progress_bar=False), saver, FastLoop(cuda_graph=True)]
-    with pytest.raises(OSError, match="no"):
-        fit(Case(lambda: module, lambda: callbacks), tmp_path / "run")
-    assert len(ahead) == 2
-    assert captures[0].calls > 14 - 3
-    for name, tensor in torch.load(tmp_path / "step=14.ckpt")["state_dict"].items():
-        assert torch.equal(tensor, module.state_dict()[name])
 
 
 @pytest.mark.usefixtures("captures")

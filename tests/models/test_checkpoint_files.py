@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mupscale.callbacks.tensorboard import LossFirstLogger
 from mupscale.models import checkpoint_files
-from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, Snapshot, copied_tensors, copy_tensors
+from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, copied_tensors, copy_tensors
 
 
 class Uploading(TensorBoardLogger):
@@ -180,34 +180,10 @@ def test_without_room_for_a_copy_the_file_is_written_at_once(
     files: HeldFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.go.set()
-    monkeypatch.setattr(checkpoint_files, "SMALL", 7)
     monkeypatch.setattr(checkpoint_files, "free_bytes", lambda device: 15)
     files.save(torch.ones(2), tmp_path / "a.ckpt")
     assert files.written == ["a.ckpt"]
     assert files._waiting is None, "no thread was started"
-
-
-def test_a_checkpoint_gets_the_values_of_a_snapshot(files: HeldFiles, tmp_path: Path) -> None:
-    files.go.set()
-    weight, part = torch.ones(2), torch.arange(4.0)[1:3]
-    for name, value, expected in (("a", weight, [1, 1]), ("b", part, [1, 2])):
-        files.snapshot = Snapshot([weight, part])
-        weight += 1
-        part += 1
-        files.save(value, tmp_path / f"{name}.ckpt")
-        files.wait()
-        assert value_in(tmp_path / f"{name}.ckpt") == expected
-        if name == "a":
-            assert weight.tolist() == [2, 2]
-            files.snapshot.restore()
-        else:
-            assert files.snapshot is None, "of a part of a tensor there is no copy"
-        assert weight.tolist() == [1, 1]
-        assert part.tolist() == [1, 2]
-    files.snapshot = Snapshot([weight])
-    weight += 1
-    files.save_checkpoint({"value": weight}, tmp_path / "at once.ckpt")
-    assert value_in(tmp_path / "at once.ckpt") == weight.tolist() == [1, 1]
 
 
 def host_copy(checkpoint: Any) -> Any:
