@@ -396,6 +396,20 @@ def sunk_table(_: Ends) -> str:
     return make_table(["base", "trained on", *(show_budget(budget).replace("B", "C") for budget in budgets)], rows)
 
 
+def released_table(_: Ends) -> str:
+    """For each way to train a released checkpoint on, the loss at the best of its rates, by share of its compute."""
+    losses: dict[tuple[str, float], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with (RUNS.parent / "released.csv").open() as file:
+        for row in csv.DictReader(file):
+            losses[row["arm"], float(row["share"])][float(row["lr"])].append(float(row["loss"]))
+    shares = sorted({share for _, share in losses})
+    rows = []
+    for arm in dict.fromkeys(arm for arm, _ in losses):
+        best = [min((mean(found), rate) for rate, found in losses[arm, share].items()) for share in shares]
+        rows.append([arm, *(f"{loss:.3f} ({rate:g})" for loss, rate in best)])
+    return make_table(["trained on", *(f"{share:g} of its compute" for share in shares)], rows)
+
+
 PARTS = {
     "summary": summary_table,
     "width": partial(advantage_table, direction="width"),
@@ -411,6 +425,7 @@ PARTS = {
     "depths": depths_table,
     "rung": rung_table,
     "sunk": sunk_table,
+    "released": released_table,
 }
 """Parts of the page, by the names in its comments."""
 
