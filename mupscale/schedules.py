@@ -156,7 +156,12 @@ def spread_schedule_(scheduler: Any, sources: Sequence[Source]) -> None:
     """Lets a scheduler go on after the groups of its optimizer were split, each from one of the old groups."""
     for part in inner_schedulers(scheduler):
         spread_schedule_(part, sources)
-    _spread(vars(scheduler), sources, ("base_lrs", "_last_lr", *RATES), ("lr_lambdas", *MOMENTUMS))
+    rates, others = ("base_lrs", "_last_lr", *RATES), ("lr_lambdas", *MOMENTUMS)
+    # not `vars`: a scheduler may have properties
+    values = {key: getattr(scheduler, key) for key in (*rates, *others, LEAST_RATE) if hasattr(scheduler, key)}
+    _spread(values, sources, rates, others)
+    for key, value in values.items():
+        setattr(scheduler, key, value)
 
 
 def _spread(values: dict[str, Any], sources: Sequence[Source], rates: Sequence[str], others: Sequence[str]) -> None:

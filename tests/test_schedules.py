@@ -6,7 +6,8 @@ from torch import nn
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.schedules import continue_schedule
+from mupscale.schedules import continue_schedule, spread_schedule_
+from mupscale.widening.state import Source
 
 
 def rates(make, steps: int) -> list[float]:
@@ -90,3 +91,25 @@ def test_a_growth_goes_on_where_the_schedule_stands(make) -> None:
     continue_schedule(schedule, after)
     for _ in range(7):
         assert step(wide, report.optimizer, after) == pytest.approx(step(narrow, optimizer, schedule), rel=1e-12)
+
+
+class OfItsOwn(torch.optim.lr_scheduler.LambdaLR):
+    """Keeps its rates in a property."""
+
+    @property
+    def base_lrs(self) -> list[float]:
+        return self._rates
+
+    @base_lrs.setter
+    def base_lrs(self, rates: list[float]) -> None:
+        self._rates = rates
+
+
+def test_groups_are_split_in_a_scheduler_with_properties() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = OfItsOwn(optimizer, lambda step: 0.9**step)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    spread_schedule_(scheduler, [Source(0, 1.0), Source(0, 0.5)])
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.09, 0.045])

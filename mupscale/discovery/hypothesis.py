@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
 from mupscale.checks.comparison import Planned, planned_layouts
+from mupscale.errors import UserError
 from mupscale.text_tables import starred
 from mupscale.widening import modules
 from mupscale.widening.growth import Axis, Growth, Layout, Piece, centre_, parse_layout
@@ -54,11 +55,11 @@ class Hypothesis:
         """Axes whose layout was chosen; those of others follow from what their module reads."""
         for use in self.pairing.uses:
             shapes = use.narrow_shape, use.wide_shape
-            axes = tuple(map(Axis, _first_layouts(*shapes), first_sides(use)))
+            axes = tuple(map(Axis, _first_layouts(use.name, *shapes), first_sides(use)))
             self.assumed[use.name] = Growth(use.names, *shapes, "weight", axes)
         for name, (before, after) in self.buffers.items():
             shapes = tuple(before.shape), tuple(after.shape)
-            self.assumed[name] = Growth((name,), *shapes, "buffer", tuple(map(Axis, _first_layouts(*shapes))))
+            self.assumed[name] = Growth((name,), *shapes, "buffer", tuple(map(Axis, _first_layouts(name, *shapes))))
         self._written: dict[str, Growth] = {}
         self._wide = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
         self.groups = list(self._groups())
@@ -193,8 +194,12 @@ def first_sides(use: Use) -> tuple[Side, ...]:
     return min(found, key=lambda sides: sides.count("in"))
 
 
-def _first_layouts(narrow: tuple[int, ...], wide: tuple[int, ...]) -> tuple[Layout, ...]:
-    return tuple(first_layout(n, w) for n, w in zip(narrow, wide, strict=True))
+def _first_layouts(name: str, narrow: tuple[int, ...], wide: tuple[int, ...]) -> Iterator[Layout]:
+    for axis, sizes in enumerate(zip(narrow, wide, strict=True)):
+        try:
+            yield first_layout(*sizes)
+        except UserError as error:
+            raise UserError(f"axis {axis} of {name!r} {narrow} → {wide}: {error}") from None
 
 
 def first_layout(narrow: int, wide: int) -> Layout:

@@ -118,6 +118,8 @@ def test_arguments_that_make_no_sense() -> None:
             UpscaleCallback(1, width)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"UpscaleCallback.noise must be"):
         UpscaleCallback(1, 24, noise=0.1)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"copied"):
+        UpscaleCallback(1, 24, transfer_state="copied")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"model.width = 9 is not divisible by model.heads = 2"):
         gpt2(9)
 

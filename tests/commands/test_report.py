@@ -140,6 +140,13 @@ def test_the_page_needs_nothing_else():
     assert Path("report/training_loss_steps.pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.parametrize(("interval", "words"), [(1, "logged, at every step."), (5, "logged, every 5 steps.")])
+def test_how_often_losses_were_logged_in_words(interval: int, words: str):
+    base(epochs(1.0, 0.5), values={"trainer.log_every_n_steps": interval})
+    page, _ = report("runs")
+    assert words in page
+
+
 @pytest.mark.slow
 def test_names_are_text_and_not_markup():
     """Names of folders, groups, sweeps, experiments and metrics, values of configurations, and descriptions."""
@@ -253,6 +260,17 @@ def test_real_runs():
 def band(values: list[float], spread: float = 0.0) -> figures.Band:
     x = [float(index) for index in range(len(values))]
     return figures.Band("a", 0, x, values, [value - spread for value in values], [value + spread for value in values])
+
+
+def test_an_axis_is_cut_where_the_beginning_would_hide_the_rest():
+    loss = [100.0, *[2 - index / 10 for index in range(11)]]  # 100, then from 2 to 1
+    low, high, cut = figures.worth_showing([band(loss, 0.1)], False)
+    assert (low, high) == pytest.approx((0.9 - 0.06 * 1.1, 2 + 0.06 * 1.1))
+    assert cut
+    low, high, cut = figures.worth_showing([band([-value for value in loss], 0.1)], True)
+    assert (low, high) == pytest.approx((-2 - 0.06 * 1.1, -0.9 + 0.06 * 1.1))
+    assert cut
+    assert not figures.worth_showing([band(loss[3:])], False)[2]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Fits that take their steps together: the losses and states of separate fits, for every kind of model."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from training_runs import fit_outside, state
 
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.lab.stack_loop import StackedSteps, StackLoop, room_in_stack
+from mupscale.commands.lab.stack_loop import StackedSteps, StackLoop, long_lived_objects, room_in_stack
 from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.methods.noise import AdditiveNoise
 
@@ -145,6 +146,13 @@ class Hooking(Callback):
 def test_optimizers_that_get_hooks_leave_the_stack(tmp_path: Path) -> None:
     with pytest.raises(Apart, match="hooks"):
         together(opened(mlp, 24, rate, tmp_path, more=[Hooking()]) for rate in RATES)
+
+
+def test_the_collector_goes_on_afterwards() -> None:
+    before = gc.get_threshold()
+    with long_lived_objects():
+        assert gc.get_threshold()[2] > 1000 * before[2]
+    assert gc.get_threshold() == before
 
 
 def test_on_a_gpu_models_without_losses_for_many_are_trained_apart() -> None:

@@ -71,8 +71,8 @@ def widths_in(value: Any) -> list[int]:
 def divisor_of(widths: list[int]) -> int:
     """The largest number that leaves all widths whole, even (for two heads), and at least LEAST_WIDTH.
 
-    >>> divisor_of([100, 400, 500, 2000])
-    25
+    >>> divisor_of([100, 400, 500, 2000]), divisor_of([10, 20])
+    (25, 1)
     """
     common = math.gcd(*widths)
     fitting = [each for each in range(1, common + 1) if common % each == 0 and common // each % 2 == 0]
