@@ -304,6 +304,7 @@ class Growable(LightningModule):
             FlopCounterMode(display=False) as counter,
         ):
             net = self.network(*self.size, meta=True)
+            is_training, self.training = self.training, True  # it may be counted while the run validates
             try:
                 with meta_attributes(self, net), without_log(self):
                     self.loss(map_leaves(on_meta, batch)).backward()
@@ -315,6 +316,8 @@ class Growable(LightningModule):
                     f"the FLOPs of {type(self).__name__} cannot be counted, because its `loss` does not run on the "
                     f"meta device, where tensors have shapes but no values ({type(error).__name__}: {reason})"
                 ) from error
+            finally:
+                self.training = is_training
         return float(counter.get_total_flops())
 
     # --- optimisation

@@ -68,6 +68,17 @@ def test_flops_are_counted_with_all_that_a_module_holds_and_leave_no_trace() -> 
     assert module.seen == 0
 
 
+def test_flops_are_those_of_training_also_while_a_run_validates() -> None:
+    class Twice(MLP):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss(batch) + (super().loss(batch) if self.training else 0)
+
+    batch, module = (torch.zeros(5, 3), torch.zeros(5, dtype=torch.long)), Twice(8, 8, inputs=3, outputs=2)
+    flops = module.training_flops(batch)
+    assert module.eval().training_flops(batch) == flops
+    assert not module.training
+
+
 def test_a_loss_that_needs_values_has_no_flops() -> None:
     class Masked(MLP):
         def loss(self, batch: Any) -> torch.Tensor:
