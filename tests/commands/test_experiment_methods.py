@@ -65,7 +65,8 @@ def test_every_method_is_in_the_file(path: Path) -> None:
     """With rates and noise levels to tune, the same for all; a second HyperCloning is the diagonal one."""
     content = yaml.safe_load(path.read_text())
     listed = Counter(class_of(method) for method in content["methods"].values())
-    assert set(listed) == {type(make()).__name__ for make in METHODS.values()}
+    refused = {"AKI"} if path.stem == "methods_resnet" else set()  # no layer has a next one of the same shape
+    assert set(listed) == {type(make()).__name__ for make in METHODS.values()} - refused
     assert {name: count for name, count in listed.items() if count > 1} == {"HyperCloning": 2}
     for name, method in content["methods"].items():
         assert type(METHODS[name]()).__name__ == class_of(method)
