@@ -226,6 +226,10 @@ def test_should_i_grow(ends: Ends) -> None:
         return growth.way == stack and 2 * growth.start.layers == growth.size.layers and budget != -2
 
     halves = spread("target", is_half)
+    found = [ends.advantage(*point, "target") for point in ends.points("depth") if is_half(*point)]
+    assert (len(found), sum(each.mean > 1.1 and each.low > 1 for each in found)) == (8, 3)
+    for page in (words, " ".join(PAGE.read_text().split())):
+        assert re.search("in three of (these )?eight places", page)
     assert f"| S of {halves} against the target |" in words
     assert f"From half of the layers, the factor is {halves} at 5 and 10 tokens per parameter" in words
     early = spread("target", lambda g, b: g.direction == "width" and b - g.at == 2)
