@@ -230,7 +230,8 @@ class _Check:
             model = copy_to_compare("upscale: narrow", narrow, self.dtype, perturbed=perturbed)
             for self.vary in ways:
                 try:
-                    made = self._pass_of_narrow(model)
+                    with buffers_kept(model):
+                        made = self._pass_of_narrow(model)
                 except _Fails as error:
                     failure = error
                     continue
@@ -272,10 +273,10 @@ class _Check:
         return floats_of(result)
 
     def _pass_of_narrow(self, model: nn.Module) -> _Pass:
+        """Raises `_Fails` if the model does; buffers stay as the pass left them."""
         try:
-            with buffers_kept(model):
-                outputs = self._run(model)
-                gradients = named_gradients(model, weighted_sum(outputs))
+            outputs = self._run(model)
+            gradients = named_gradients(model, weighted_sum(outputs))
         except (torch.OutOfMemoryError, UserError):
             raise
         except Exception as error:
@@ -383,21 +384,17 @@ class _Check:
         with training_mode(self.narrow, self.modes), training_mode(self.wide, wide_modes):
             try:
                 with buffers_kept(self.narrow):
-                    outputs = self._run(self.narrow)
-                    gradients = named_gradients(self.narrow, weighted_sum(outputs))
+                    trained = self._pass_of_narrow(self.narrow)
                     statistics = {name: buffer.clone() for name, buffer in self.narrow.named_buffers()}
-                    outputs = [output.detach() for output in outputs]
-                with buffers_kept(self.narrow):
-                    again = [output.detach() for output in self._run(self.narrow, seed=1)]
-            except (torch.OutOfMemoryError, UserError):
-                raise
-            except Exception as error:  # a model may need more to train, such as labels
-                return (f"not compared in training mode: call(model) fails there: {_shown(error)}",)
+            except _Fails as error:  # a model may need more to train, such as labels
+                return (f"not compared in training mode: call(model) fails there: {error}",)
             try:
-                if not _are_equal(outputs, self.reference.outputs):
-                    self._compare(_Pass(outputs, gradients))
+                if not _are_equal(trained.outputs, self.reference.outputs):
+                    self._compare(trained)
             except _Differs:
-                if _are_equal(outputs, again):
+                with buffers_kept(self.narrow):
+                    again = self._run(self.narrow, seed=1)
+                if _are_equal(trained.outputs, again):
                     raise
                 return (
                     "in training mode the model draws random numbers outside of dropout layers, the wide one others",

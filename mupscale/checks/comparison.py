@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.recording import Call
+from mupscale.checks.recording import Event
+from mupscale.text_tables import Paint, folded, table, unpainted
 from mupscale.widening.growth import Growth, Layout, Piece, duplicate, evenly, wide_length
+from mupscale.widening.hints import some_names
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.write import is_inexact, widen_, widen_gradient_
 
@@ -143,37 +145,105 @@ GRADIENT_MULTIPLE = 10
 """Gradients and weights get this multiple of it."""
 
 
-@dataclass
-class Comparison:
-    """Collects the drifts of one `verify` and remembers what exceeded the tolerance first."""
+_REMEDY = "mupscale.discover looks for a plan with which the models agree, where there is one: give it as hints"
 
-    plan: Plan
-    tolerance: float
-    step: int = 0
+
+@dataclass
+class Verdict:
+    """The result of `verify`. Each drift is a relative difference, the largest over all steps.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> class Shrink(nn.Module):
+        ...     def forward(self, x):
+        ...         return x / x.shape[-1] ** 0.5  # depends on the width
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), Shrink(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> verdict = mupscale.verify(
+        ...     narrow, wide, optimizer=torch.optim.AdamW, batches=[torch.randn(5, 3)], steps=2,
+        ...     loss=lambda model, batch: model(batch).square().mean())
+        >>> verdict.passed, verdict.first_divergent
+        (False, '1')
+    """
+
+    passed: bool
     loss_drift: float = 0.0
     activation_drift: float = 0.0
     gradient_drift: float = 0.0
     weight_drift: float = 0.0
-    first: tuple[str, str] | None = None
-    by_module: dict[str, float] = field(default_factory=dict)
+    first_divergent: str | None = None
+    """The name of the first module that diverges, or None."""
+    reason: str | None = None
+    """What diverged there, at which step, and the plan's notes on it; or why nothing was tested."""
+    steps: int = 0
+    tolerance: float = 0.0
+    drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
+    """The largest drift of each module's activations, in the order of the forward pass."""
+    plan: Plan | None = field(default=None, repr=False)
+    scaled: dict[str, float] = field(default_factory=dict, repr=False)
+    """The modules inside an exact model whose outputs the wide model multiplies by another factor, and this factor.
+    Their drifts are measured from the multiplied outputs."""
+    dropout: tuple[str, ...] = ()
+    """Layers that draw other masks for the wide model; they were left out."""
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
+        """The verdict in a line that begins with `title`, and the drifts in a table; for a terminal of `columns`."""
+        if self.passed:
+            head = "exact apart from dropout" if self.dropout else "exact"
+        elif self.first_divergent is None:
+            head = "NOTHING TESTED"
+        else:
+            head = f"NOT exact: {self.first_divergent} diverges first"
+        lines = folded([f"{title}{head} (tolerance {self.tolerance:g}, {self.steps} steps after the upscale)"], columns)
+        lines = [paint(line, "good" if self.passed else "bad") for line in lines]
+        drifts = {
+            "loss": (self.loss_drift, self.tolerance / LOSS_DIVISOR),
+            "activations": (self.activation_drift, self.tolerance),
+            "gradients": (self.gradient_drift, self.tolerance * GRADIENT_MULTIPLE),
+            "weights": (self.weight_drift, self.tolerance * GRADIENT_MULTIPLE),
+        }
+        rows = [("", "largest relative drift", "allowed")]
+        rows += [(name, f"{drift:.1e}", f"{allowed:.0e}") for name, (drift, allowed) in drifts.items()]
+        beyond = [index for index, (drift, allowed) in enumerate(drifts.values(), 1) if not drift <= allowed]
+        lines += table(rows, right=(1, 2), styles=dict.fromkeys(beyond, "bad"), columns=columns, paint=paint)
+        below = [f"{name}: its output is multiplied by {scale:g}" for name, scale in self.scaled.items()]
+        if self.dropout:
+            below.append(f"compared without {some_names(self.dropout)}, whose masks are others in the wide model")
+        if self.reason:
+            below = [self.reason, _REMEDY] if self.first_divergent is not None else [self.reason]
+        return "\n".join([*lines, *folded(below, columns)])
+
+    __str__ = text
+
+
+@dataclass
+class Comparison:
+    """Fills in the verdict of one `verify`, and remembers what exceeded the tolerance first."""
+
+    plan: Plan
+    verdict: Verdict
+    tested: dict[str, Tensor]
+    """The parameters whose training tests the widening before the first step: those that grow, else all."""
+    step: int = 0
     matches: dict[Any, Match] = field(default_factory=dict)
     """How single tensors are made of the narrow ones."""
     is_inexact: bool = False
     """Whether anything differed by more than the scale of an activation inside the model."""
-    scaled: dict[str, float] = field(default_factory=dict)
-    """The scale of the outputs of modules that differ by no more than that."""
     unscaled_drift: dict[str, float] = field(default_factory=dict)
     """The largest drift of each module's activations, apart from such a scale."""
     tracked: list[str] = field(default_factory=list)
     """The buffers that agreed before the first step."""
-    tested: dict[str, Tensor] = field(default_factory=dict)
-    """The parameters whose training tests the widening before the first step: those that grow, else all."""
     has_gradient: bool = False
-    """Whether one of them had a gradient other than zero, at any step."""
+    """Whether one of the tested parameters had a gradient other than zero, at any step."""
     has_moved: bool = False
     """Whether one of them moved, at any step."""
 
     def __post_init__(self) -> None:
+        self.tolerance = self.verdict.tolerance
         growths = self.plan.parameters.values()
         self.planned = planned_layouts((*growths, *self.plan.buffers.values()))
         self.fractions = {growth.ratio(axis) for growth in growths for axis in growth.fractional_axes}
@@ -185,68 +255,86 @@ class Comparison:
             if growth.role == "readout" and (growth.kind == "gain" or len(summed) > 1):
                 self.known_scales |= {growth.rescale / growth.axes[axis].reference for axis in summed}
 
-    def blame(self, module: str, what: str, *, is_inexact: bool = True) -> None:
-        self.is_inexact = self.is_inexact or is_inexact
-        if self.first is None:
-            self.first = module or "(the model)", f"{what} at step {self.step} after the upscale"
+    def finished(self) -> Verdict:
+        """The verdict, once all steps are compared."""
+        verdict = self.verdict
+        if verdict.reason is not None and not self.is_inexact:  # only scales inside the model differ
+            verdict.first_divergent = verdict.reason = None
+            verdict.drift_by_module = self.unscaled_drift
+            verdict.activation_drift = worst_of(0.0, *verdict.drift_by_module.values())
+        else:
+            verdict.scaled = {}
+        if verdict.reason is None:
+            verdict.reason = self._why_untested()
+        else:
+            hints = [note for note in self.plan.notes if _concerns(note.partition(":")[0], verdict.first_divergent)]
+            verdict.reason = "\n  ".join([verdict.reason.rstrip(","), *(f"note: {hint}" for hint in hints)])
+        verdict.passed = verdict.reason is None
+        return verdict
+
+    def blame(self, module: str, what: str) -> None:
+        if self.verdict.reason is None:
+            self.verdict.first_divergent = module or "(the model)"
+            self.verdict.reason = f"{what} at step {self.step} after the upscale"
 
     def loss(self, narrow: Tensor, wide: Tensor) -> None:
         drift = relative_error(wide, narrow, float(narrow.abs()))
-        self.loss_drift = worst_of(self.loss_drift, drift)
+        self.verdict.loss_drift = worst_of(self.verdict.loss_drift, drift)
         if not drift <= self.tolerance / LOSS_DIVISOR:
+            self.is_inexact = True
             self.blame("(the loss)", f"the loss drifts by {drift:.1e} while every module's output agrees,")
 
-    def activations(self, narrow: list[Call], wide: list[Call]) -> None:
-        if [call.name for call in narrow] != [call.name for call in wide]:
+    def activations(self, narrow: list[Event], wide: list[Event]) -> None:
+        verdict = self.verdict
+        if [(event.name, event.ends) for event in narrow] != [(event.name, event.ends) for event in wide]:
+            self.is_inexact = True
             self.blame("(the model)", "the two models call different modules")
-            self.activation_drift = math.inf
+            verdict.activation_drift = math.inf
             return
         for index, (before, after) in enumerate(zip(narrow, wide, strict=True)):
-            drift, unscaled, scale = self._drifts((index, "out"), before.outputs, after.outputs, before)
-            self.activation_drift = worst_of(self.activation_drift, drift)
-            self.by_module[before.name] = worst_of(self.by_module.get(before.name, 0.0), drift)
-            self.unscaled_drift[before.name] = worst_of(self.unscaled_drift.get(before.name, 0.0), unscaled)
+            if not before.ends:
+                continue
+            drift, unscaled, scale = self._drifts(index, before, after)
+            verdict.activation_drift = worst_of(verdict.activation_drift, drift)
+            for drifts, value in ((verdict.drift_by_module, drift), (self.unscaled_drift, unscaled)):
+                drifts[before.name] = worst_of(drifts.get(before.name, 0.0), value)
             if drift <= self.tolerance:
                 continue
-            is_inexact = not unscaled <= self.tolerance
-            if not is_inexact:
-                self.scaled.setdefault(before.name, scale)
-            given, _, _ = self._drifts((index, "in"), before.inputs, after.inputs)
-            if given <= self.tolerance:
-                what = f"its output drifts by {drift:.1e} although its input agrees,"
-                self.blame(before.name, what, is_inexact=is_inexact)
-            elif self.first is None:
-                self._blame_container(index, given, narrow, wide, is_inexact=is_inexact)
-            self.is_inexact = self.is_inexact or is_inexact
+            if unscaled <= self.tolerance:
+                verdict.scaled.setdefault(before.name, scale)
+            else:
+                self.is_inexact = True
+            if verdict.reason is None:
+                self._blame_first(index, drift, narrow, wide)
 
-    def _blame_container(
-        self, index: int, given: float, narrow: list[Call], wide: list[Call], *, is_inexact: bool
-    ) -> None:
-        """Blames the innermost module around this call whose own input agrees.
-
-        A computation between two modules happens in the forward pass of a module that contains both. Calls are in the
-        order in which they end, so the call of a container comes after those of its parts.
-        """
-        inner = narrow[index].name
-        parent = inner
-        while parent:
-            parent = parent.rpartition(".")[0]
-            around = next((i for i in range(index + 1, len(narrow)) if narrow[i].name == parent), None)
-            if around is None:  # a list of modules is never called
-                continue
-            drift, _, _ = self._drifts((around, "in"), narrow[around].inputs, wide[around].inputs)
-            if drift <= self.tolerance:
-                break
-            inner, given = parent, drift
-        self.blame(parent, f"what it computes before {inner!r} drifts by {given:.1e}", is_inexact=is_inexact)
+    def _blame_first(self, index: int, drift: float, narrow: list[Event], wide: list[Event]) -> None:
+        """Blames the module whose output drifts or, if an input drifted before it, the module that computed that."""
+        called = {event.name for event in narrow}  # a list of modules is never called
+        under_way: list[int] = []  # an input of a call that has ended, with an output that agrees, does no harm
+        for place, event in enumerate(narrow[:index]):
+            if event.ends:
+                under_way.pop()
+            else:
+                under_way.append(place)
+        for place in under_way:
+            before = narrow[place]
+            given = self._drifts(place, before, wide[place])[0]
+            if not given <= self.tolerance:
+                parent = before.name.rpartition(".")[0]
+                while parent and parent not in called:
+                    parent = parent.rpartition(".")[0]
+                self.blame(parent, f"what it computes before {before.name!r} drifts by {given:.1e}")
+                return
+        self.blame(narrow[index].name, f"its output drifts by {drift:.1e} although its input agrees,")
 
     def gradients(self, narrow: nn.Module, wide: nn.Module, order: dict[str, int]) -> None:
         before = gradients_of(narrow)
         self.has_gradient |= any(bool(before[name].any()) for name in self.tested.keys() & before.keys())
         drifts = gradient_errors(self.plan.parameters, before, gradients_of(wide), least=1e-4)
         bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * GRADIENT_MULTIPLE]
-        self.gradient_drift = worst_of(self.gradient_drift, *drifts.values())
+        self.verdict.gradient_drift = worst_of(self.verdict.gradient_drift, *drifts.values())
         if bad:  # the fault is nearest to the loss: everything before it inherits a wrong gradient
+            self.is_inexact = True
             name = max(bad, key=lambda n: order.get(n.rpartition(".")[0], -1))
             self.blame(name.rpartition(".")[0], f"the gradient of {name!r} drifts by {drifts[name]:.1e}")
 
@@ -257,8 +345,9 @@ class Comparison:
             widen_(wanted, source.detach(), self.plan.parameters[name])
             drift = relative_error(targets[name].detach(), wanted, _largest(wanted))
             self.has_moved |= name in self.tested and not torch.equal(source, self.tested[name])
-            self.weight_drift = worst_of(self.weight_drift, drift)
+            self.verdict.weight_drift = worst_of(self.verdict.weight_drift, drift)
             if not drift <= self.tolerance * GRADIENT_MULTIPLE:
+                self.is_inexact = True
                 what = f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,"
                 self.blame(name.rpartition(".")[0], what)
 
@@ -266,7 +355,7 @@ class Comparison:
         """Statistics of activations with another scale would show only in evaluation."""
         drifts = self.buffer_drifts(narrow, wide)
         allowed = self.tolerance * GRADIENT_MULTIPLE
-        if self.scaled and not all(drifts.get(name, math.inf) <= allowed for name in self.tracked):
+        if self.verdict.scaled and not all(drifts.get(name, math.inf) <= allowed for name in self.tracked):
             self.is_inexact = True
 
     def buffer_drifts(self, narrow: nn.Module, wide: nn.Module) -> dict[str, float]:
@@ -286,8 +375,9 @@ class Comparison:
                 drifts[name] = 0.0 if torch.equal(before, after) else math.inf
         return drifts
 
-    def untested(self, steps: int) -> str | None:
+    def _why_untested(self) -> str | None:
         """Why agreement proves nothing; None if it does."""
+        steps = self.verdict.steps
         if not self.has_gradient:
             return (
                 f"nothing was tested: no parameter that grows has a gradient in any of {steps} steps. The loss does "
@@ -300,20 +390,18 @@ class Comparison:
             )
         return None
 
-    def _drifts(
-        self, key: Any, narrow: list[Tensor], wide: list[Tensor], made_by: Call | None = None
-    ) -> tuple[float, float, float]:
+    def _drifts(self, index: int, narrow: Event, wide: Event) -> tuple[float, float, float]:
         """The largest drift of some tensors; apart from one scale of each, the same at all steps; and such a scale.
 
         If a scale is wrong for what follows, that differs too. Nothing follows the output of the model.
         """
-        if len(narrow) != len(wide):
+        if len(narrow.tensors) != len(wide.tensors):
             return math.inf, math.inf, 1.0
         drift, unscaled, scale = 0.0, 0.0, 1.0
-        for number, (a, b) in enumerate(zip(narrow, wide, strict=True)):
-            error, ratio = self._compared((key, number, a.shape, b.shape), a, b)
+        for number, (a, b) in enumerate(zip(narrow.tensors, wide.tensors, strict=True)):
+            error, ratio = self._compared((index, number, a.shape, b.shape), a, b)
             by_scale = worst_of(error, abs(ratio - 1))
-            if made_by is not None and made_by.is_outermost and (not made_by.name or a.shape == b.shape):
+            if narrow.ends and narrow.is_outermost and (not narrow.name or a.shape == b.shape):
                 error = by_scale
             drift, unscaled = worst_of(drift, by_scale), worst_of(unscaled, error)
             scale = scale if ratio == 1 else ratio
@@ -349,6 +437,12 @@ class Comparison:
     def _is_described(self, n: int, w: int) -> bool:
         """Whether the growth of an axis is a whole factor, or one that parameters have."""
         return n == w or (n, w) in self.planned or (n > 0 and (w % n == 0 or Fraction(w, n) in self.fractions))
+
+
+def _concerns(noted: str, module: str | None) -> bool:
+    """Whether a note on one module may explain a divergence that shows in another: one contains the other."""
+    within = f"{noted}.".startswith(f"{module}.") or f"{module}.".startswith(f"{noted}.")
+    return within or "(the model)" in (noted, module)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

@@ -372,12 +372,13 @@ class _Training:
         def wanted(module: nn.Module) -> bool:
             return id(module) in layers or any(True for _ in module.parameters(recurse=False))
 
-        with buffers_kept(net), torch.random.fork_rng(), recorded(net, wanted) as calls:
+        with buffers_kept(net), torch.random.fork_rng(), recorded(net, wanted) as events:
             torch.manual_seed(0)  # dropout must not count as an update
             self.loss(net, self.batches[0])
         outputs: dict[str, list[Tensor]] = {}
-        for call in calls:
-            outputs.setdefault(_pooled(call.name or NETWORK, self.lists), []).extend(call.outputs)
+        for event in events:
+            if event.ends:
+                outputs.setdefault(_pooled(event.name or NETWORK, self.lists), []).extend(event.tensors)
         for name, module in net.named_modules():
             if isinstance(module, Readout) and name not in outputs:
                 # it was fused with the loss, and read what its neighbour put out

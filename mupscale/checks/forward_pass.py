@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from mupscale._torch import is_under_transform, tree_map
 from mupscale.checks.comparison import MASKED, Match, gradients_of
 from mupscale.checks.recording import hooked, leaves_of, real_floats, seed_generators
-from mupscale.widening.growth import duplicate_, narrow_length
+from mupscale.widening.growth import Axis, duplicate_, narrow_length
 
 Operation = Callable[[Callable[..., Any], tuple[Any, ...], Any], None]
 """Reads an operation, its arguments and its result."""
@@ -217,7 +217,7 @@ def weighted_sum(outputs: Sequence[Tensor], matches: Sequence[Match] | None = No
         shape = output.shape if layouts is None else [narrow_length(layout) for layout in layouts]
         weights = torch.randn(shape, generator=generator, dtype=torch.float64)
         if matches is not None and layouts is not None:
-            shares = [[1 / piece.factor for piece in layout] for layout in layouts]
+            shares = [Axis(layout, "in").scale.weight for layout in layouts]
             spread = weights.new_empty(output.shape)
             duplicate_(spread, weights, layouts, shares, 1 / matches[index].ratio)
             weights = spread

@@ -60,14 +60,14 @@ def _is_instance_of_a_dataclass(value: Any) -> bool:
 
 
 @dataclass
-class Call:
-    """One call of a module, by the module's name. Tensors are copies: a later in-place operation cannot change them."""
+class Event:
+    """A call of a module begins with these tensors, or ends with them; copies, which no operation changes in place."""
 
     name: str
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    is_outermost: bool = False
-    """Whether no recorded module made this call."""
+    ends: bool
+    tensors: list[Tensor]
+    is_outermost: bool
+    """Whether no recorded module made the call."""
 
 
 @contextmanager
@@ -94,21 +94,24 @@ def hooked(
 
 
 @contextmanager
-def recorded(model: nn.Module, wanted: Callable[[nn.Module], bool] = lambda module: True) -> Iterator[list[Call]]:
-    """The calls of modules, or of those `wanted`, in the order of their ends; no parametrizations."""
+def recorded(model: nn.Module, wanted: Callable[[nn.Module], bool] = lambda module: True) -> Iterator[list[Event]]:
+    """The calls of modules, or of those `wanted`, as they begin and end; no parametrizations."""
     found = {name: module for name, module in model.named_modules() if wanted(module)}
-    calls: list[Call] = []
-    begun: list[list[Tensor]] = []
+    events: list[Event] = []
+    depth = 0
 
     def begins(name: str, given: Any) -> None:
-        begun.append(float_copies(given))
+        nonlocal depth
+        events.append(Event(name, False, float_copies(given), depth == 0))
+        depth += 1
 
     def ends(name: str, output: Any) -> None:
-        inputs = begun.pop()
-        calls.append(Call(name, inputs, float_copies(output), is_outermost=not begun))
+        nonlocal depth
+        depth -= 1
+        events.append(Event(name, True, float_copies(output), depth == 0))
 
     with hooked({name: found[name] for name in found if "parametrizations" not in name.split(".")}, begins, ends):
-        yield calls
+        yield events
 
 
 def float_copies(values: Any) -> list[Tensor]:

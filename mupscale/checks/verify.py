@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.base_shapes import clip_grad_norm_
-from mupscale.checks.comparison import GRADIENT_MULTIPLE, LOSS_DIVISOR, Comparison, worst_of
+from mupscale.checks.comparison import Comparison, Verdict, worst_of
 from mupscale.checks.forward_pass import named_gradients
 from mupscale.checks.recording import (
     buffers_kept,
@@ -29,12 +29,11 @@ from mupscale.checks.recording import (
 from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model, refuse_unless_whole
 from mupscale.methods.base import Claim, GrowthMethod, Loss
 from mupscale.methods.grow import as_list, grow
-from mupscale.text_tables import Paint, Watch, folded, table, unpainted, unwatched
+from mupscale.text_tables import Paint, Watch, folded, unpainted, unwatched
 from mupscale.widening.growth import duplicate
-from mupscale.widening.hints import Hints, checked_hints, refuse_lazy, refuse_scripted, some_names
+from mupscale.widening.hints import Hints, checked_hints, refuse_lazy, refuse_scripted
 from mupscale.widening.layers import Depth
 from mupscale.widening.modules import dropout_of
-from mupscale.widening.plan_text import Plan
 
 TOLERANCE = 1e-8
 """Relative drift of activations in float64."""
@@ -42,85 +41,11 @@ TOLERANCE = 1e-8
 TOLERANCE_FLOAT32 = 1e-4
 """The same for models that compute in float32 inside, whatever their weights."""
 
-_REMEDY = "mupscale.discover looks for a plan with which the models agree, where there is one: give it as hints"
-
-
-@dataclass
-class Verdict:
-    """The result of `verify`. Each drift is a relative difference, the largest over all steps.
-
-    Examples:
-        >>> import mupscale
-        >>> import torch
-        >>> from torch import nn
-        >>> class Shrink(nn.Module):
-        ...     def forward(self, x):
-        ...         return x / x.shape[-1] ** 0.5  # depends on the width
-        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), Shrink(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> verdict = mupscale.verify(
-        ...     narrow, wide, optimizer=torch.optim.AdamW, batches=[torch.randn(5, 3)], steps=2,
-        ...     loss=lambda model, batch: model(batch).square().mean())
-        >>> verdict.passed, verdict.first_divergent
-        (False, '1')
-    """
-
-    passed: bool
-    loss_drift: float
-    activation_drift: float
-    gradient_drift: float
-    weight_drift: float
-    first_divergent: str | None
-    """The name of the first module that diverges, or None."""
-    reason: str | None
-    """What diverged there, at which step, and the plan's notes on it; or why nothing was tested."""
-    steps: int
-    tolerance: float
-    drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
-    """The largest drift of each module's activations, in the order of the forward pass."""
-    plan: Plan | None = field(default=None, repr=False)
-    scaled: dict[str, float] = field(default_factory=dict, repr=False)
-    """The modules inside an exact model whose outputs the wide model multiplies by another factor, and this factor.
-    Their drifts are measured from the multiplied outputs."""
-    dropout: tuple[str, ...] = ()
-    """Layers that draw other masks for the wide model; they were left out."""
-
-    def __bool__(self) -> bool:
-        return self.passed
-
-    def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
-        """The verdict in a line that begins with `title`, and the drifts in a table; for a terminal of `columns`."""
-        if self.passed:
-            head = "exact apart from dropout" if self.dropout else "exact"
-        elif self.first_divergent is None:
-            head = "NOTHING TESTED"
-        else:
-            head = f"NOT exact: {self.first_divergent} diverges first"
-        lines = folded([f"{title}{head} (tolerance {self.tolerance:g}, {self.steps} steps after the upscale)"], columns)
-        lines = [paint(line, "good" if self.passed else "bad") for line in lines]
-        drifts = {
-            "loss": (self.loss_drift, self.tolerance / LOSS_DIVISOR),
-            "activations": (self.activation_drift, self.tolerance),
-            "gradients": (self.gradient_drift, self.tolerance * GRADIENT_MULTIPLE),
-            "weights": (self.weight_drift, self.tolerance * GRADIENT_MULTIPLE),
-        }
-        rows = [("", "largest relative drift", "allowed")]
-        rows += [(name, f"{drift:.1e}", f"{allowed:.0e}") for name, (drift, allowed) in drifts.items()]
-        beyond = [index for index, (drift, allowed) in enumerate(drifts.values(), 1) if not drift <= allowed]
-        lines += table(rows, right=(1, 2), styles=dict.fromkeys(beyond, "bad"), columns=columns, paint=paint)
-        below = [f"{name}: its output is multiplied by {scale:g}" for name, scale in self.scaled.items()]
-        if self.dropout:
-            below.append(f"compared without {some_names(self.dropout)}, whose masks are others in the wide model")
-        if self.reason:
-            below = [self.reason, _REMEDY] if self.first_divergent is not None else [self.reason]
-        return "\n".join([*lines, *folded(below, columns)])
-
-    __str__ = text
-
-
 WARM_UP = 10
 """Training steps of the narrow copy before it is widened, so that the move of optimizer state is tested too."""
 
 
+@generators_kept()
 def verify(
     narrow: nn.Module,
     wide: nn.Module,
@@ -178,40 +103,18 @@ def verify(
     for name, value in (("clip", clip), ("tolerance", tolerance)):
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)
-    with generators_kept():
-        read = [map_leaves(to_float64, batch) for batch in islice(batches, WARM_UP + steps)]
-        if not read:
-            raise UserError("verify: batches is empty")
-        settings = optimizer, read, loss, steps, clip, hints, tolerance, watch
-        verdict = _verify(narrow, wide, *settings)
-        dropout = tuple(name for name, module in narrow.named_modules() if module.training and dropout_of(module))
-        if verdict.passed or not dropout:
-            return verdict
-        without = copied("verify: narrow", narrow)
-        for name in dropout:
-            without.get_submodule(name).eval()
-        return replace(_verify(without, wide, *settings), dropout=dropout)
-
-
-def _verify(
-    narrow: nn.Module,
-    wide: nn.Module,
-    make_optimizer: Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]],
-    batches: Sequence[Any],
-    loss: Callable[[nn.Module, Any], Tensor],
-    steps: int,
-    clip: float | None,
-    hints: Hints | None,
-    tolerance: float | None,
-    watch: Watch,
-) -> Verdict:
+    batches = [map_leaves(to_float64, batch) for batch in islice(batches, WARM_UP + steps)]
+    if not batches:
+        raise UserError("verify: batches is empty")
+    given, wide_given = narrow, wide
     narrow, wide = copied("verify: narrow", narrow), copied("verify: wide", wide)
     for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
         twin.training = module.training
-    narrow_opts = as_list(make_optimizer(list(narrow.parameters())))
-    if tolerance is None:
+    narrow_opts = as_list(optimizer(list(narrow.parameters())))
+    allowed = tolerance
+    if allowed is None:
         rounds = computes_in_float32(narrow, batches[0], loss) or any(map(steps_in_float32, narrow_opts))
-        tolerance = TOLERANCE_FLOAT32 if rounds else TOLERANCE
+        allowed = TOLERANCE_FLOAT32 if rounds else TOLERANCE
     for step in range(WARM_UP):
         _backward(narrow, batches[step % len(batches)], loss, step)
         _flush(narrow, _vanishing(narrow))
@@ -221,9 +124,9 @@ def _verify(
 
     growing = {name for name, entry in report.plan.parameters.items() if entry.grows}
     tested = {name: p.detach().clone() for name, p in narrow.named_parameters() if name in growing or not growing}
-    comparison = Comparison(report.plan, tolerance, tested=tested)
+    comparison = Comparison(report.plan, Verdict(False, steps=steps, tolerance=allowed, plan=report.plan), tested)
     drifts = comparison.buffer_drifts(narrow, wide)
-    comparison.tracked = [name for name, drift in drifts.items() if drift <= tolerance]
+    comparison.tracked = [name for name, drift in drifts.items() if drift <= allowed]
     for step in range(steps):
         batch = batches[(WARM_UP + step) % len(batches)]
         comparison.step = step
@@ -233,7 +136,7 @@ def _verify(
             wide_loss = _backward(wide, batch, loss, step)
         comparison.activations(before, after)
         comparison.loss(narrow_loss, wide_loss)
-        comparison.gradients(narrow, wide, {call.name: place for place, call in enumerate(before)})
+        comparison.gradients(narrow, wide, {event.name: place for place, event in enumerate(before) if event.ends})
         vanishing = _vanishing(narrow)
         _flush(narrow, vanishing)
         _flush(wide, {name: duplicate(mask, report.plan.parameters[name].layouts) for name, mask in vanishing.items()})
@@ -242,41 +145,18 @@ def _verify(
         comparison.weights(narrow, wide)
         watch("comparing training steps", step + 1, steps)
     comparison.buffers(narrow, wide)
-    return _verdict(comparison, steps)
-
-
-def _verdict(found: Comparison, steps: int) -> Verdict:
-    scaled = found.scaled
-    if found.first is not None and not found.is_inexact:  # only scales inside the model differ
-        found.first, found.by_module = None, found.unscaled_drift
-        found.activation_drift = worst_of(0.0, *found.by_module.values())
-    else:
-        scaled = {}
-    module, reason = found.first or (None, None)
-    untested = found.untested(steps) if found.first is None else None
-    if reason:
-        hints = [note for note in found.plan.notes if _concerns(note.partition(":")[0], str(module))]
-        reason = "\n  ".join([reason.rstrip(","), *(f"note: {hint}" for hint in hints)])
-    return Verdict(
-        passed=found.first is None and untested is None,
-        loss_drift=found.loss_drift,
-        activation_drift=found.activation_drift,
-        gradient_drift=found.gradient_drift,
-        weight_drift=found.weight_drift,
-        first_divergent=module,
-        reason=reason or untested,
-        steps=steps,
-        tolerance=found.tolerance,
-        drift_by_module=found.by_module,
-        plan=found.plan,
-        scaled=scaled,
-    )
-
-
-def _concerns(noted: str, module: str) -> bool:
-    """Whether a note on one module may explain a divergence that shows in another: one contains the other."""
-    within = f"{noted}.".startswith(f"{module}.") or f"{module}.".startswith(f"{noted}.")
-    return within or "(the model)" in (noted, module)
+    verdict = comparison.finished()
+    dropout = tuple(name for name, module in given.named_modules() if module.training and dropout_of(module))
+    if verdict.passed or not dropout:
+        return verdict
+    without = copied("verify: narrow", given)
+    for name in dropout:
+        without.get_submodule(name).eval()
+    if any(without.get_submodule(name).training for name in dropout):  # some are always on
+        return replace(verdict, dropout=dropout)
+    settings: dict[str, Any] = {"steps": steps, "clip": clip, "hints": hints, "tolerance": tolerance, "watch": watch}
+    again = verify(without, wide_given, optimizer=optimizer, batches=batches, loss=loss, **settings)
+    return replace(again, dropout=dropout)
 
 
 def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], seed: int) -> Tensor:
@@ -397,7 +277,7 @@ def check_claim(
             static = worst_of(static, _deviation(float(loss(wide, batch)), float(loss(narrow, batch))))
     with buffers_kept(wide):
         gradients = named_gradients(wide, loss(wide, batches[0]))
-    claim = method.claim_measured(report.plan, narrow, [before], gradients)
+    claim = method.claim(report.plan, narrow, [before], gradients)
     if report.plan.layers:  # new layers learn, which no narrow run does
         claim = Claim(claim.function and report.plan.keeps_function, False)
     for step in range(steps):

@@ -1,14 +1,14 @@
 """What was found: hints by parameter name, as `plan`, `upscale` and `verify` take them."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from itertools import combinations_with_replacement, product
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from mupscale.discovery.passes import PairedCut, layouts_of
 from mupscale.errors import UserError
@@ -65,106 +65,7 @@ class Found(Hints):
         unequal lengths, `cuts` is called; it returns where these models cut their axes (`cuts_between`). Raises a
         UserError if this does not determine how a parameter grows.
         """
-        all_cuts = cache(cuts)
-        targets = {**named_weights(wide), **dict(wide.named_buffers())}
-        sources = {**named_weights(narrow), **dict(narrow.named_buffers())}
-        alike: dict[str, list[str]] = {}
-        for name in self.shapes:
-            alike.setdefault(starred(name), []).append(name)
-        places: dict[str, list[str]] = {}
-        for name in sources:
-            places.setdefault(starred(name), []).append(name)
-        widths = self._widths(places, sources, targets, alike)
-        notes = self.untested, self.undecided, self.without_gradient, self.differs_in_training
-        answer = Found({}, {}, {}, self.passes, {}, (), *notes)
-        for key, names in places.items():
-            if key not in alike:
-                raise UserError(f"{names[0]!r} has no counterpart in the model in which growth was found")
-            for name, model in zip(names, self._models(alike[key], len(names)), strict=True):
-                self._carry_over(model, name, sources[name], targets[name], answer, all_cuts, widths)
-        return answer
-
-    def _widths(
-        self,
-        places: Mapping[str, list[str]],
-        sources: Mapping[str, Tensor],
-        targets: Mapping[str, Tensor],
-        alike: Mapping[str, list[str]],
-    ) -> list["_Width"]:
-        """The axes that grow, each once, with their sizes here and in the model in which growth was found."""
-        found: dict[_Width, None] = {}
-        for key, names in places.items():
-            for name in names if key in alike else ():
-                small, large = self.shapes[alike[key][0]]
-                shapes = small, large, tuple(sources[name].shape), tuple(targets[name].shape)
-                for sizes in zip(*shapes, strict=False):
-                    if 0 < sizes[0] < sizes[1] and 0 < sizes[2] < sizes[3]:
-                        found.setdefault(_Width(*sizes))
-        return list(found)
-
-    def _models(self, names: Sequence[str], count: int) -> list[str]:
-        """For each of `count` parameters, the one of the smaller model that it grows like: the last like the last."""
-        said = [(self.roles.get(name), str(self.blocks.get(name)), self.rescale.get(name)) for name in names]
-        if len(names) == count:
-            return list(names)
-        if any(each != said[0] for each in said[:-1]):
-            raise UserError(
-                f"{names[0]!r} and the same parameters of other layers grow differently, so the finding cannot be "
-                "carried over to another depth"
-            )
-        return [names[0]] * (count - 1) + [names[-1]]
-
-    def _carry_over(
-        self,
-        model: str,
-        name: str,
-        source: Tensor,
-        target: Tensor,
-        answer: "Found",
-        cuts: Callable[[], Sequence[PairedCut]],
-        widths: Sequence["_Width"],
-    ) -> None:
-        shapes = tuple(source.shape), tuple(target.shape)
-        answer.shapes[name] = shapes
-        if model in self.roles:
-            answer.roles[name] = self.roles[model]
-        if model in self.rescale:
-            answer.rescale[name] = without_rounding(self.rescale[model], growth_factors(self.shapes, model), 1e-6)
-        for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
-            before, after = self.shapes[model]
-            small = before[axis], after[axis]
-            if (n == w) != (small[0] == small[1]):
-                raise UserError(
-                    f"axis {axis} of {name!r} {shapes[0]} → {shapes[1]} grows in one size of the family only. Were "
-                    "both configurations widened by the same factor?"
-                )
-            if axis in self.blocks.get(model, {}):
-                layout = parse_layout(self.blocks[model][axis], *small)
-                units = partial(self._blocks_of_units, name, small[0], n)
-                carried = _rescaled(name, layout, (n, w), self.cuts, cuts, widths, units)
-                answer.blocks.setdefault(name, {})[axis] = carried
-
-    def _blocks_of_units(self, name: str, small: int, length: int) -> int:
-        """The blocks of an axis of this length whose units were repeated one by one where growth was found.
-
-        One unit may also be the whole axis there, or the whole of a section, if a width is 1. Then it is as of the
-        other axes; raises a UserError if some of these are repeated as wholes, and others unit by unit.
-        """
-        has_single = any(n == 1 < w for pair in self.shapes.values() for n, w in zip(*pair, strict=True))
-        if small == length or not has_single:
-            return 1
-        by_unit = {
-            spec == 1
-            for other, axes in self.blocks.items()
-            for axis, spec in axes.items()
-            if self.shapes[other][0][axis] > 1 and isinstance(spec, int)
-        }
-        if len(by_unit) > 1:
-            raise UserError(
-                f"an axis of {name!r} has {small} unit{'s' * (small > 1)} in the model in which growth was found, "
-                f"where a width is 1: this does not show how {length} of them grow. Compare models of larger widths"
-            )
-        return 1 if by_unit == {True} else length
+        return _Resolution(self, narrow, wide, cuts).found()
 
     def __str__(self) -> str:
         lines = [f"found in {self.passes} forward pass{'es' * (self.passes != 1)} of the wide model"]
@@ -199,22 +100,6 @@ class _Width(NamedTuple):
     wide: int
 
 
-def _factors_of(axis: _Width, widths: Sequence[_Width]) -> list[_Width]:
-    """The widths of which an axis holds a product of two, as the weight that a hypernetwork makes; none for others.
-
-    Only where the sizes of the models differ: a block is then no fixed share of the axis.
-    """
-    if axis.small_narrow == axis.narrow:
-        return []
-    answer: dict[_Width, None] = {}
-    for one, other in combinations_with_replacement(widths, 2):
-        product = _Width(*(a * b for a, b in zip(one, other, strict=True)))
-        multiple = Fraction(axis.small_narrow, product.small_narrow)
-        if multiple.denominator == 1 and axis == tuple(int(multiple) * size for size in product):
-            answer |= {one: None, other: None}
-    return list(answer)
-
-
 def nearest_power(ratio: float, factor: int) -> float:
     """The power of a growth factor, in quarters, that is nearest to a ratio."""
     return float(factor ** (round(4 * math.log(ratio, factor)) / 4))
@@ -240,70 +125,168 @@ def without_rounding(rescale: Rescale, factors: Collection[int], tolerance: floa
     return (scale, rescale[1]) if isinstance(rescale, tuple) else scale
 
 
-def _rescaled(
-    name: str,
-    layout: Layout,
-    sizes: tuple[int, int],
-    cuts: Sequence[PairedCut],
-    new_cuts: Callable[[], Sequence[PairedCut]],
-    widths: Sequence["_Width"],
-    blocks_of_units: Callable[[], int],
-) -> LayoutSpec:
-    """The layout of an axis of one length for an axis of another. Of several ways to cut it, the same one is taken."""
-    n, w = sizes
-    small_n, small_w, block = narrow_length(layout), wide_length(layout), layout[0].block
-    if len(layout) != 2 and layout == evenly(small_n, small_w, block):  # two pieces may be width beside what is fixed
-        count = small_n // block
-        if block == 1:
-            return blocks_of_units()
-        inner = _factors_of(_Width(small_n, small_w, n, w), widths) if count > 1 else []
-        if inner:
-            blocks = {width.narrow for width in inner if width.small_narrow == block}
-            if len(blocks) != 1:
-                raise _does_not_fit(name, sizes)
-            return blocks.pop()
-        if n % count == 0:
-            return n // count
-        raise _does_not_fit(name, sizes)
-    if len(layout) == 2 and 1 in (factors := [piece.factor for piece in layout]) and max(factors) > 1:
-        # width beside what is fixed: the sizes say how much is which
-        grown = Fraction(w - n, max(factors) - 1)
-        lengths = [n - grown if factor == 1 else grown for factor in factors]
-        if grown.denominator == 1 and 0 < grown < n and all(piece.block == piece.length for piece in layout):
-            return [(int(length), int(length), factor) for length, factor in zip(lengths, factors, strict=True)]
-    for depth in range(3):
-        before = _cut_like(layout, cuts, narrow_length(layout), wide_length(layout), depth)
-        if layout in before:
-            after = _cut_like(layout, new_cuts(), n, w, depth)
-            if len(before) == len(after):
-                return [tuple(piece) for piece in after[before.index(layout)]]
-    joined = _joined(layout, sizes, widths)
-    if joined is None:
-        raise _does_not_fit(name, sizes)
-    return [tuple(piece) for piece in joined]
+class _Resolution:
+    """A finding carried over to two models of the same family with other sizes."""
 
+    def __init__(
+        self, given: Found, narrow: nn.Module, wide: nn.Module, cuts: Callable[[], Sequence[PairedCut]]
+    ) -> None:
+        self.given, self.cuts = given, cache(cuts)
+        self.sources = {**named_weights(narrow), **dict(narrow.named_buffers())}
+        self.targets = {**named_weights(wide), **dict(wide.named_buffers())}
+        self.alike: dict[str, list[str]] = {}
+        for name in given.shapes:
+            self.alike.setdefault(starred(name), []).append(name)
+        self.models = dict(self._models())
+        """For each parameter, the one of the smaller model that it grows like."""
+        self.widths = self._widths()
 
-def _joined(layout: Layout, sizes: tuple[int, int], widths: Sequence["_Width"]) -> Layout | None:
-    """The layout of an axis that is joined of known widths and of fixed parts; None if these do not determine it."""
-    choices: list[list[int]] = []
-    for piece in layout:
-        small = piece.length, piece.length * piece.factor
-        grown = {x.narrow for x in widths if x[:2] == small and x.wide == x.narrow * piece.factor}
-        choices.append([piece.length] if piece.factor == 1 else sorted(grown))
-    fitting = []
-    for lengths in product(*choices):
-        wide = sum(length * piece.factor for length, piece in zip(lengths, layout, strict=True))
-        if (sum(lengths), wide) == sizes:
-            fitting.append(lengths)
-    if len(fitting) != 1:
-        return None
-    answer = []
-    for length, piece in zip(fitting[0], layout, strict=True):
-        block = piece.block if piece.block == 1 < piece.length else Fraction(piece.block * length, piece.length)
-        if Fraction(block).denominator != 1:
+    def found(self) -> Found:
+        given = self.given
+        notes = given.untested, given.undecided, given.without_gradient, given.differs_in_training
+        answer = Found({}, {}, {}, given.passes, {}, (), *notes)
+        for name, model in self.models.items():
+            answer.shapes[name] = shapes = tuple(self.sources[name].shape), tuple(self.targets[name].shape)
+            if model in given.roles:
+                answer.roles[name] = given.roles[model]
+            if model in given.rescale:
+                answer.rescale[name] = without_rounding(given.rescale[model], growth_factors(given.shapes, model), 1e-6)
+            for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
+                before, after = given.shapes[model]
+                if (n == w) != (before[axis] == after[axis]):
+                    raise UserError(
+                        f"axis {axis} of {name!r} {shapes[0]} → {shapes[1]} grows in one size of the family only. Were "
+                        "both configurations widened by the same factor?"
+                    )
+                if axis in given.blocks.get(model, {}):
+                    layout = parse_layout(given.blocks[model][axis], before[axis], after[axis])
+                    answer.blocks.setdefault(name, {})[axis] = self._layout(name, layout, (n, w))
+        return answer
+
+    def _models(self) -> Iterator[tuple[str, str]]:
+        """Each parameter with one of the same name, but for the numbers of layers: the last like the last."""
+        places: dict[str, list[str]] = {}
+        for name in self.sources:
+            places.setdefault(starred(name), []).append(name)
+        for key, names in places.items():
+            if key not in self.alike:
+                raise UserError(f"{names[0]!r} has no counterpart in the model in which growth was found")
+            found = self.alike[key]
+            if len(found) != len(names):
+                tables = self.given.roles, self.given.blocks, self.given.rescale
+                said = [str([table.get(name) for table in tables]) for name in found]
+                if any(each != said[0] for each in said[:-1]):
+                    raise UserError(
+                        f"{found[0]!r} and the same parameters of other layers grow differently, so the finding cannot "
+                        "be carried over to another depth"
+                    )
+                found = [found[0]] * (len(names) - 1) + [found[-1]]
+            yield from zip(names, found, strict=True)
+
+    def _widths(self) -> list[_Width]:
+        """The axes that grow, each once, with their sizes here and in the model in which growth was found."""
+        found: dict[_Width, None] = {}
+        for name in self.models:
+            small = self.given.shapes[self.alike[starred(name)][0]]
+            shapes = *small, tuple(self.sources[name].shape), tuple(self.targets[name].shape)
+            for sizes in zip(*shapes, strict=False):
+                if 0 < sizes[0] < sizes[1] and 0 < sizes[2] < sizes[3]:
+                    found.setdefault(_Width(*sizes))
+        return list(found)
+
+    def _layout(self, name: str, layout: Layout, sizes: tuple[int, int]) -> LayoutSpec:
+        """The layout of an axis of one length for an axis of another. Of several ways to cut it, the same one."""
+        n, w = sizes
+        small_n, small_w, block = narrow_length(layout), wide_length(layout), layout[0].block
+        if len(layout) != 2 and layout == evenly(small_n, small_w, block):  # two may be width beside what is fixed
+            count = small_n // block
+            if block == 1:
+                return self._blocks_of_units(name, small_n, n)
+            inner = self._factors_of(_Width(small_n, small_w, n, w)) if count > 1 else []
+            if inner:
+                blocks = {width.narrow for width in inner if width.small_narrow == block}
+                if len(blocks) != 1:
+                    raise _does_not_fit(name, sizes)
+                return blocks.pop()
+            if n % count == 0:
+                return n // count
+            raise _does_not_fit(name, sizes)
+        if len(layout) == 2 and 1 in (factors := [piece.factor for piece in layout]) and max(factors) > 1:
+            # width beside what is fixed: the sizes say how much is which
+            grown = Fraction(w - n, max(factors) - 1)
+            lengths = [n - grown if factor == 1 else grown for factor in factors]
+            if grown.denominator == 1 and 0 < grown < n and all(piece.block == piece.length for piece in layout):
+                return [(int(length), int(length), factor) for length, factor in zip(lengths, factors, strict=True)]
+        for depth in range(3):
+            before = _cut_like(layout, self.given.cuts, small_n, small_w, depth)
+            if layout in before:
+                after = _cut_like(layout, self.cuts(), n, w, depth)
+                if len(before) == len(after):
+                    return [tuple(piece) for piece in after[before.index(layout)]]
+        joined = self._joined(layout, sizes)
+        if joined is None:
+            raise _does_not_fit(name, sizes)
+        return [tuple(piece) for piece in joined]
+
+    def _blocks_of_units(self, name: str, small: int, length: int) -> int:
+        """The blocks of an axis of this length whose units were repeated one by one where growth was found.
+
+        One unit may also be the whole axis there, or the whole of a section, if a width is 1. Then it is as of the
+        other axes; raises a UserError if some of these are repeated as wholes, and others unit by unit.
+        """
+        shapes = self.given.shapes
+        has_single = any(n == 1 < w for pair in shapes.values() for n, w in zip(*pair, strict=True))
+        if small == length or not has_single:
+            return 1
+        by_unit = {
+            spec == 1
+            for other, axes in self.given.blocks.items()
+            for axis, spec in axes.items()
+            if shapes[other][0][axis] > 1 and isinstance(spec, int)
+        }
+        if len(by_unit) > 1:
+            raise UserError(
+                f"an axis of {name!r} has {small} unit{'s' * (small > 1)} in the model in which growth was found, "
+                f"where a width is 1: this does not show how {length} of them grow. Compare models of larger widths"
+            )
+        return 1 if by_unit == {True} else length
+
+    def _factors_of(self, axis: _Width) -> list[_Width]:
+        """The widths of which an axis holds a product of two, as the weight that a hypernetwork makes; none for others.
+
+        Only where the sizes of the models differ: a block is then no fixed share of the axis.
+        """
+        if axis.small_narrow == axis.narrow:
+            return []
+        answer: dict[_Width, None] = {}
+        for one, other in combinations_with_replacement(self.widths, 2):
+            product = _Width(*(a * b for a, b in zip(one, other, strict=True)))
+            multiple = Fraction(axis.small_narrow, product.small_narrow)
+            if multiple.denominator == 1 and axis == tuple(int(multiple) * size for size in product):
+                answer |= {one: None, other: None}
+        return list(answer)
+
+    def _joined(self, layout: Layout, sizes: tuple[int, int]) -> Layout | None:
+        """The layout of an axis that is joined of known widths and fixed parts; None if these do not determine it."""
+        choices: list[list[int]] = []
+        for piece in layout:
+            small = piece.length, piece.length * piece.factor
+            grown = {x.narrow for x in self.widths if x[:2] == small and x.wide == x.narrow * piece.factor}
+            choices.append([piece.length] if piece.factor == 1 else sorted(grown))
+        fitting = []
+        for lengths in product(*choices):
+            wide = sum(length * piece.factor for length, piece in zip(lengths, layout, strict=True))
+            if (sum(lengths), wide) == sizes:
+                fitting.append(lengths)
+        if len(fitting) != 1:
             return None
-        answer.append(Piece(length, int(block), piece.factor))
-    return tuple(answer)
+        answer = []
+        for length, piece in zip(fitting[0], layout, strict=True):
+            block = piece.block if piece.block == 1 < piece.length else Fraction(piece.block * length, piece.length)
+            if Fraction(block).denominator != 1:
+                return None
+            answer.append(Piece(length, int(block), piece.factor))
+        return tuple(answer)
 
 
 def _cut_like(layout: Layout, cuts: Sequence[PairedCut], narrow: int, wide: int, depth: int) -> list[Layout]:

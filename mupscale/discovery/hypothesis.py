@@ -146,18 +146,13 @@ class Hypothesis:
         found: dict[tuple[str, int, int], list[Place]] = {}
         read: dict[tuple[str, int, int], list[Place]] = {}
         for name in (*self.uses, *self.buffers):
-            use = self.uses.get(name)
-            shapes = (
-                (use.narrow_shape, use.wide_shape)
-                if use
-                else tuple(tuple(tensor.shape) for tensor in self.buffers[name])
-            )
-            for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
+            use, assumed = self.uses.get(name), self.assumed[name]
+            for axis, (n, w) in enumerate(zip(assumed.narrow_shape, assumed.wide_shape, strict=True)):
                 if n == w:
                     continue
                 owner = name.rpartition(".")[0]
                 known = use is None or is_known(use)
-                if known and use and self.assumed[name].sides[axis] == "in":
+                if known and use and assumed.sides[axis] == "in":
                     followed = {followed_axis(module, attribute, use.narrow) for _, module, _, attribute in use.owners}
                     if followed != {axis}:  # what its modules read does not determine the layout of this axis
                         read.setdefault((f"what {starred(owner)} reads", n, w), []).append((name, axis))

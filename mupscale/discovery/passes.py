@@ -258,7 +258,7 @@ def _follow(hypothesis: Hypothesis, name: str, inputs: list[Tensor], matches: li
         full = first_names.get(full, full)
         if full not in hypothesis.assumed:
             continue
-        wide_shape = hypothesis.uses[full].wide_shape if full in hypothesis.uses else hypothesis.buffers[full][1].shape
+        wide_shape = hypothesis.assumed[full].wide_shape
         axis = followed_axis(module, attribute, tensor)
         if axis is None or tensor.shape[axis] == wide_shape[axis]:
             continue

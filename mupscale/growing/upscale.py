@@ -137,11 +137,11 @@ def _continues(
     claim = method.claim(checked.plan, narrow, optimizers)
     if claim.dynamics or (checked.plan.layers and claim.function):
         return True
-    if checked.plan.layers or type(method).claim_measured is GrowthMethod.claim_measured:
+    if checked.plan.layers or not method.measures_claim:
         return False
     dtype = getattr(torch, checked.agreement.precision)
     gradients = gradients_after(narrow, wide, checked.plan, method, call, dtype)
-    return method.claim_measured(checked.plan, narrow, optimizers, gradients).dynamics
+    return method.claim(checked.plan, narrow, optimizers, gradients).dynamics
 
 
 def _built(build: Callable[[], nn.Module], *, meta: bool = False) -> nn.Module:

@@ -16,9 +16,9 @@ from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError, refuse_unless_whole
 from mupscale.hf.config import deep_config, numbers_of_layers, parts
 from mupscale.hf.config_shrunken import shrunken
-from mupscale.hf.family import CannotShrink, build_small, check_reloaded, on_cpu, on_meta, working_call
+from mupscale.hf.family import CannotShrink, Family, check_reloaded, on_cpu, on_meta
 from mupscale.hf.forward_pass import Call, logits_of
-from mupscale.text_tables import Watch, starred, unwatched
+from mupscale.text_tables import starred
 from mupscale.widening.hints import NO_HINTS, Hints
 from mupscale.widening.layers import layers_of, orders, source_of, unequal_lists
 from mupscale.widening.modules import named_weights
@@ -87,19 +87,11 @@ def hints_at_depth(narrow: Any, wide: Any, deepenings: Sequence[Deepening], foun
     )
 
 
-def find_deepenings(
-    config: PretrainedConfig,
-    model_class: Any,
-    layers: Counts,
-    how: How = "identity",
-    *,
-    call: Call | None = None,
-    watch: Watch = unwatched,
-) -> list[Deepening]:
+def find_deepenings(family: Family, config: PretrainedConfig, layers: Counts, how: How = "identity") -> list[Deepening]:
     """How a model of `config` gets so many layers, found with small models of its family; else a UserError."""
     if how not in get_args(How):
         raise UserError(f"depth must be {', '.join(get_args(How))}; got {how!r}")
-    lists = growing_lists(config, model_class)
+    lists = growing_lists(config, family.model_class)
     counts = _counts(config, lists, layers)
     numbers = numbers_of_layers(config)
     for field, new in counts.items():
@@ -109,10 +101,10 @@ def find_deepenings(
             )
     answer = []
     for index, field in enumerate(counts):
-        watch(FINDING, index, len(counts))
+        family.watch(FINDING, index, len(counts))
         wanted = Deepening(field, lists[field], (), how, tuple(lists), {})
         tried = [tuple(sources) for sources in orders(numbers[field], counts[field], how)]
-        answer.append(_found(config, model_class, wanted, tried, call))
+        answer.append(_found(family, config, wanted, tried))
     return answer
 
 
@@ -157,12 +149,10 @@ def _counts(config: PretrainedConfig, lists: Mapping[str, Any], layers: Counts) 
     return dict(layers)
 
 
-def _found(
-    config: PretrainedConfig, model_class: Any, wanted: Deepening, orders: Sequence[tuple[int, ...]], call: Call | None
-) -> Deepening:
+def _found(family: Family, config: PretrainedConfig, wanted: Deepening, orders: Sequence[tuple[int, ...]]) -> Deepening:
     """The first order with which a small model of the family, deepened, computes as before."""
     with on_cpu():
-        small, narrow, call = _small(config, model_class, call)
+        small, narrow, call = _small(family, config)
         residual: dict[str, float] = {}
         try:
             for name, value in find_residual(narrow, wanted.lists, call).items():
@@ -176,7 +166,7 @@ def _found(
         for sources in orders:
             found = replace(wanted, sources=sources, residual=residual)
             try:
-                _check(narrow, build_small(model_class, found.deep(small)), found, call)
+                _check(narrow, family.small_model(found.deep(small)), found, call)
             except UserError as error:
                 reasons.append(str(error))
             else:
@@ -184,15 +174,15 @@ def _found(
     raise UserError(f"layers: this {config.model_type} cannot become deeper by {wanted.how}: {reasons[0]}")
 
 
-def _small(config: PretrainedConfig, model_class: Any, call: Call | None) -> tuple[PretrainedConfig, Any, Call]:
+def _small(family: Family, config: PretrainedConfig) -> tuple[PretrainedConfig, Any, Call]:
     """A small model of the family with all layers, and a call that runs it; without one, a model of the same size."""
     for small in (shrunken(config, keep_layers=True), copy.deepcopy(config)):
         try:
-            model = build_small(model_class, _without_dropout(small))
-            return small, model, working_call(model, call)
+            model = family.small_model(_without_dropout(small))
+            return small, model, family.working_call(model)
         except CannotShrink as error:
             reason = error
-            if sum(parameter.numel() for parameter in on_meta(model_class, config).parameters()) > MOST_PARAMETERS:
+            if sum(each.numel() for each in on_meta(family.model_class, config).parameters()) > MOST_PARAMETERS:
                 break
     raise reason
 

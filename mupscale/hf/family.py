@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from threading import RLock
@@ -46,56 +47,89 @@ _lock = RLock()  # fits that take their steps together run in threads, and all a
 _known: dict[tuple[Any, ...], Found] = {}
 
 
-def found_for(
-    config: PretrainedConfig,
-    wide: PretrainedConfig,
-    *,
-    model_class: Any = AutoModelForCausalLM,
-    call: Call | None = None,
-    watch: Watch = unwatched,
-) -> Found:
-    """How a model of `config` grows to one of `wide`, found with small models of the same family and factors.
+@dataclass(frozen=True)
+class Family:
+    """The models of a class, and how they are run: small ones show how all of them grow."""
 
-    `found_between` has it for models of these configurations. `call(model)` runs one forward pass; where it does not
-    run a small model, `default_call` does. A finding is made once in a process. `watch(words, done, total)` is called
-    while it is made.
-    """
-    factors = field_factors(config, wide)
-    small = shrunken(config)
-    sizes = json.dumps([small.to_dict(), factors], sort_keys=True, default=str)
-    key = type(small), model_class, call, sizes
-    with _lock:
-        if key not in _known:
-            _known[key] = _discovered(small, wide_config(small, 1, fields=factors), model_class, call, watch)
-        return _known[key]
+    model_class: Any = AutoModelForCausalLM
+    call: Call | None = None
+    """One forward pass; where it does not run a small model, `default_call` does."""
+    watch: Watch = unwatched
+    """Called with (words, done, total) while a finding is made."""
 
+    def found_for(self, config: PretrainedConfig, wide: PretrainedConfig) -> Found:
+        """How a model of `config` grows to one of `wide`, found with small models of the same factors.
 
-def found_between(
-    narrow: Any,
-    wide: Any,
-    *,
-    model_class: Any = AutoModelForCausalLM,
-    call: Call | None = None,
-    watch: Watch = unwatched,
-    config: PretrainedConfig | None = None,
-) -> Found:
-    """How a model grows to a wide one of its family; `config` is the wide one's without new layers, if it has any."""
-    config = wide.config if config is None else config
-    found = found_for(narrow.config, config, model_class=model_class, call=call, watch=watch)
-    return found.resolved(narrow, wide, lambda: _cuts(narrow, config, call))
+        `found_between` has it for models of these configurations. A finding is made once in a process.
+        """
+        factors = field_factors(config, wide)
+        small = shrunken(config)
+        sizes = json.dumps([small.to_dict(), factors], sort_keys=True, default=str)
+        key = type(small), self.model_class, self.call, sizes
+        with _lock:
+            if key not in _known:
+                _known[key] = self._discovered(small, wide_config(small, 1, fields=factors))
+            return _known[key]
 
+    def found_between(self, narrow: Any, wide: Any, config: PretrainedConfig | None = None) -> Found:
+        """How a model grows to a wide one; `config` is the wide one's without new layers, if it has any."""
+        config = wide.config if config is None else config
+        return self.found_for(narrow.config, config).resolved(narrow, wide, lambda: self._cuts(narrow, config))
 
-def _cuts(narrow: Any, config: PretrainedConfig, call: Call | None) -> list[PairedCut]:
-    """Where two models cut their axes, from models of their sizes that have no memory."""
-    before, after = (on_meta(type(narrow), each).double().eval() for each in (narrow.config, config))
-    try:
-        with torch.device("meta"), whole_rows():
-            return cuts_between(before, after, call or default_call)
-    except Exception as error:  # many models look at values, which these do not have
-        raise UserError(
-            f"a {narrow.config.model_type} has axes with sections of unequal lengths, and where they are cut is not "
-            f"found without its weights ({one_line(error, 100)}). Load it and use mupscale.discover(narrow, wide, call)"
-        ) from error
+    def _cuts(self, narrow: Any, config: PretrainedConfig) -> list[PairedCut]:
+        """Where two models cut their axes, from models of their sizes that have no memory."""
+        before, after = (on_meta(type(narrow), each).double().eval() for each in (narrow.config, config))
+        try:
+            with torch.device("meta"), whole_rows():
+                return cuts_between(before, after, self.call or default_call)
+        except Exception as error:  # many models look at values, which these do not have
+            raise UserError(
+                f"a {narrow.config.model_type} has axes with sections of unequal lengths, and where they are cut is "
+                f"not found without its weights ({one_line(error, 100)}). Load it and use mupscale.discover(narrow, "
+                "wide, call)"
+            ) from error
+
+    def _discovered(self, small: PretrainedConfig, large: PretrainedConfig) -> Found:
+        with on_cpu():
+            narrow, wide = self.small_model(small), self.small_model(large)
+            call = self.working_call(narrow)
+            _refuse_sizes(wide, call)
+            found = discover(narrow, wide, call, lambda words, *count: self.watch(f"{FINDING}, {words}", *count))
+            self.watch(CHECKING, 0, 2)
+            check_reloaded(narrow, wide, found, call)
+            self.watch(CHECKING, 1, 2)
+            larger = (wide_config(each, OTHER_SIZE, keep_heads=False) for each in (small, large))
+            narrow, wide = map(self.small_model, larger)
+            confirm(narrow, wide, call, found.resolved(narrow, wide, partial(cuts_between, narrow, wide, call)))
+            self.watch(CHECKING, 2, 2)
+            return found
+
+    def small_model(self, config: PretrainedConfig) -> Any:
+        """A small model in float64, because units are read off constants that models keep in their own precision."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            if hasattr(self.model_class, "from_config"):
+                return self.model_class.from_config(config, dtype=torch.float64, trust_remote_code=False)
+            return self.model_class(config).double()
+        except Exception as error:  # whatever it is, the small sizes have caused it
+            reason = one_line(error, 200)
+            raise CannotShrink(f"no small {config.model_type} can be built to find how it grows: {reason}") from error
+        finally:
+            torch.set_default_dtype(default)
+
+    def working_call(self, model: Any) -> Call:
+        """The given forward pass where it runs the small model, whose vocabulary is smaller; else the default one."""
+        reasons = []
+        for call in (self.call, default_call) if self.call is not None else (default_call,):
+            try:
+                with torch.no_grad():
+                    call(float64_copy(model).eval())
+            except Exception as error:  # only the caller knows which inputs a model takes
+                reasons.append(f"{type(error).__name__}: {one_line(error, 200)}")
+            else:
+                return call
+        raise CannotShrink(f"a small {model.config.model_type} cannot run ({reasons[0]}), so how it grows is not found")
 
 
 def field_factors(config: PretrainedConfig, wide: PretrainedConfig) -> dict[str, Fraction]:
@@ -121,24 +155,6 @@ def _pairs(before: Any, after: Any) -> Iterator[tuple[int, int]]:
             yield from _pairs(a, b)
     elif isinstance(before, int) and isinstance(after, int) and before > 0:
         yield before, after
-
-
-def _discovered(
-    small: PretrainedConfig, large: PretrainedConfig, model_class: Any, call: Call | None, watch: Watch
-) -> Found:
-    with on_cpu():
-        narrow, wide = build_small(model_class, small), build_small(model_class, large)
-        call = working_call(narrow, call)
-        _refuse_sizes(wide, call)
-        found = discover(narrow, wide, call, lambda words, *count: watch(f"{FINDING}, {words}", *count))
-        watch(CHECKING, 0, 2)
-        check_reloaded(narrow, wide, found, call)
-        watch(CHECKING, 1, 2)
-        larger = (wide_config(each, OTHER_SIZE, keep_heads=False) for each in (small, large))
-        narrow, wide = (build_small(model_class, each) for each in larger)
-        confirm(narrow, wide, call, found.resolved(narrow, wide, partial(cuts_between, narrow, wide, call)))
-        watch(CHECKING, 2, 2)
-        return found
 
 
 @contextmanager
@@ -172,21 +188,6 @@ def check_reloaded(narrow: Any, wide: Any, hints: Hints | Plan, call: Call) -> N
         )
 
 
-def build_small(model_class: Any, config: PretrainedConfig) -> Any:
-    """A small model in float64, because units are read off constants that models keep in their own precision."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        if hasattr(model_class, "from_config"):
-            return model_class.from_config(config, dtype=torch.float64, trust_remote_code=False)
-        return model_class(config).double()
-    except Exception as error:  # whatever it is, the small sizes have caused it
-        reason = one_line(error, 200)
-        raise CannotShrink(f"no small {config.model_type} can be built to find how it grows: {reason}") from error
-    finally:
-        torch.set_default_dtype(default)
-
-
 def _refuse_sizes(wide: Any, call: Call) -> None:
     try:
         with torch.no_grad():
@@ -197,20 +198,6 @@ def _refuse_sizes(wide: Any, call: Call) -> None:
             f"a {wide.config.model_type} whose fields grow by these factors cannot be used ({one_line(error, 200)}, in "
             "a small model). Choose others, such as the same for all numbers of heads and for the hidden size"
         ) from error
-
-
-def working_call(model: Any, given: Call | None) -> Call:
-    """The given forward pass where it runs the small model, whose vocabulary is smaller; else the default one."""
-    reasons = []
-    for call in (given, default_call) if given is not None else (default_call,):
-        try:
-            with torch.no_grad():
-                call(float64_copy(model).eval())
-        except Exception as error:  # only the caller knows which inputs a model takes
-            reasons.append(f"{type(error).__name__}: {one_line(error, 200)}")
-        else:
-            return call
-    raise CannotShrink(f"a small {model.config.model_type} cannot run ({reasons[0]}), so how it grows is not found")
 
 
 def on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from mupscale.errors import UserError, needs_extra, one_line
 from mupscale.growing.upscale import upscale as grow_checked
 from mupscale.hf.config import refuse_same_sizes, wide_config
 from mupscale.hf.depth import MOST_PARAMETERS, Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
-from mupscale.hf.family import CannotShrink, found_between, on_meta
+from mupscale.hf.family import CannotShrink, Family, on_meta
 from mupscale.hf.folder import read_folder
 from mupscale.hf.forward_pass import Call, default_call, logits_of, quiet
 from mupscale.methods import GrowthMethod
@@ -78,14 +78,15 @@ def upscale(
     else:
         narrow = model_or_folder
         _refuse_unless_pretrained(narrow)
+    family = Family(type(narrow), call, watch)
     config = wide_config(narrow.config, factor, keep_heads=keep_heads, only=only, fields=fields)
     deepenings: list[Deepening] = []
     if layers is None:
         refuse_same_sizes(narrow.config, config, factor)
     else:
-        deepenings = find_deepenings(narrow.config, type(narrow), layers, depth, call=call, watch=watch)
+        deepenings = find_deepenings(family, narrow.config, layers, depth)
     widens = config.to_dict() != narrow.config.to_dict()
-    found = _found(narrow, config, call, watch) if widens else None
+    found = _found(family, narrow, config) if widens else None
     wide = _wide_model(narrow, deepened(config, deepenings))
     hints = hints_at_depth(narrow, wide, deepenings, found)
     settings: dict[str, Any] = {"hints": hints, "noise": noise, "seed": seed, "method": method}
@@ -99,15 +100,15 @@ def upscale(
     return wide, grow_checked(narrow, wide, optimizer, call=lambda model: logits_of(run(model)), **settings)
 
 
-def _found(narrow: "PreTrainedModel", config: "PretrainedConfig", call: Call | None, watch: Watch) -> Found:
+def _found(family: Family, narrow: "PreTrainedModel", config: "PretrainedConfig") -> Found:
     """How the model grows, found with small ones of its family; where there are none, with the models themselves."""
     wide = on_meta(type(narrow), config)
     try:
-        return found_between(narrow, wide, model_class=type(narrow), call=call, watch=watch)
+        return family.found_between(narrow, wide)
     except CannotShrink:
         if sum(parameter.numel() for parameter in wide.parameters()) > MOST_PARAMETERS:
             raise
-        return discover(narrow, _wide_model(narrow, config), call or default_call, watch)
+        return discover(narrow, _wide_model(narrow, config), family.call or default_call, family.watch)
 
 
 def _refuse_unless_pretrained(model: object) -> None:

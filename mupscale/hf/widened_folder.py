@@ -5,15 +5,22 @@ once, it holds that one, and for noise its draw in float32 beside it.
 """
 
 import json
+import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, BinaryIO, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
 
 from mupscale.atomic import whole_folder
 from mupscale.device_memory import free_bytes
@@ -21,41 +28,27 @@ from mupscale.errors import UserError, refuse_unless_whole
 from mupscale.hf.config import refuse_same_sizes, wide_config
 from mupscale.hf.continuing import growth_record, written
 from mupscale.hf.depth import Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
-from mupscale.hf.family import found_between, on_meta
+from mupscale.hf.family import Family, on_meta
 from mupscale.hf.folder import (
     CONFIG_FILE,
     GROWTH_FILE,
     INDEX_FILE,
     ModelFolder,
     NewFile,
+    StoredTensor,
+    as_bytes,
     index_text,
     read_folder,
     split_into_files,
+    stored_tensors,
 )
 from mupscale.hf.forward_pass import Call, largest_difference
 from mupscale.hf.names import GrowingTensor, growing_tensors
 from mupscale.methods import Duplication, GrowthMethod
-from mupscale.methods.noise import Constants, Noise, save_constants
+from mupscale.methods.noise import Constants, Noise, add_noise_, save_constants
 from mupscale.text_tables import Watch, notes_by_layer, size_of, unwatched
-from mupscale.widening.plan_text import Plan
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-import os
-import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import field
-from typing import BinaryIO
-
-import numpy as np
-from torch import Tensor
-
-from mupscale.hf.folder import StoredTensor, as_bytes, stored_tensors
-from mupscale.methods.noise import add_noise_
 from mupscale.widening.growth import Layout, source_index
+from mupscale.widening.plan_text import Plan
 from mupscale.widening.write import widen_
 
 CHUNK_BYTES = 2 * 2**20
@@ -63,35 +56,6 @@ CHUNK_BYTES = 2 * 2**20
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were written or checked since the last call."""
-
-
-@dataclass(frozen=True)
-class Widening:
-    """How the weights are made: `upscale` of the library has the same three."""
-
-    method: GrowthMethod
-    noise: Noise | None = None
-    seed: int = 0
-
-    def is_noisy(self, tensor: GrowingTensor) -> bool:
-        is_copied = tensor.parameter is not None and tensor.entry.is_copied
-        return self.noise is not None and is_copied and self.noise.applies(tensor.entry)
-
-    def by_rows(self, tensor: GrowingTensor) -> bool:
-        """Whether rows of a tensor can be widened without the others; buffers are duplicated by every method."""
-        axes, is_buffer = tensor.entry.axes, tensor.parameter is None
-        is_plain = (is_buffer or self.method.widens_by_rows) and not any(axis.shares for axis in axes)
-        return bool(axes) and is_plain and not self.is_noisy(tensor)
-
-
-@dataclass
-class Written:
-    """What was written, for the check."""
-
-    constants: Constants = field(default_factory=dict)
-    """σ̄ of the parameters that were made at once, 0 where they got no noise."""
-    checksums: dict[str, int] = field(default_factory=dict)
-    """CRC-32 of the tensors that were made at once."""
 
 
 def row_chunks(layout: Layout, most: int) -> Iterator[tuple[slice, slice]]:
@@ -140,50 +104,105 @@ def wide_rows(tensor: GrowingTensor, *, again: bool = False) -> Iterator[Tensor]
             yield target
 
 
-@torch.no_grad()
-def wide_tensor(tensor: GrowingTensor, widening: Widening) -> tuple[Tensor, float | list[object]]:
-    """The wide tensor at once, with its noise, and the σ̄ of that."""
-    entry = tensor.entry
-    with tensor.source.path.open("rb") as stream:
-        source = _read(stream, tensor.source, torch.empty(tensor.source.shape, dtype=tensor.source.dtype))
-    target = torch.empty(entry.wide_shape, dtype=source.dtype)
-    if entry.fill is not None:
-        target.fill_(entry.fill)
-    elif tensor.parameter is None:
-        widen_(target, source, entry)
-    else:
-        widening.method.widen_(target, source, entry)
-    constant: float | list[object] = 0.0
-    if widening.noise is not None and widening.is_noisy(tensor):
-        constant = add_noise_(target, entry, widening.noise, source, widening.seed)
-        if not bool(torch.isfinite(target).all()):
-            raise UserError(
-                f"noise: on {tensor.name!r} it is too large for {target.dtype}, whose largest number is "
-                f"{torch.finfo(target.dtype).max:g}. Give a lower level"
-            )
-    return target, constant
+@dataclass
+class FolderWriter:
+    """Writes wide tensors into files, and checks these; `upscale` of the library has the same three settings."""
 
+    tensors: dict[str, GrowingTensor]
+    method: GrowthMethod
+    noise: Noise | None = None
+    seed: int = 0
+    constants: Constants = field(default_factory=dict)
+    """σ̄ of the parameters that were made at once, 0 where they got no noise."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """CRC-32 of the tensors that were made at once."""
 
-def write_wide(
-    files: Sequence[NewFile], tensors: dict[str, GrowingTensor], widening: Widening, progress: Progress
-) -> Written:
-    """Writes the wide files, and reads each one again while the next one is written. All are on disk at the end.
+    def is_noisy(self, tensor: GrowingTensor) -> bool:
+        is_copied = tensor.parameter is not None and tensor.entry.is_copied
+        return self.noise is not None and is_copied and self.noise.applies(tensor.entry)
 
-    Every byte is compared with what the narrow files make; tensors with noise, which nothing but a second draw could
-    make again, with the checksum of what was written. UserError for a difference.
-    """
-    written = Written()
-    with _one_thread(), ThreadPoolExecutor(1) as pool:
-        checks = []
-        for file in files:
-            with file.path.open("xb") as stream:
-                stream.write(file.header)
-                for place in file.tensors:
-                    _write(stream, tensors[place.name], widening, written, progress)
-            checks.append(pool.submit(check_file, file, tensors, widening, written, progress))
-        for check in checks:
-            check.result()
-    return written
+    def by_rows(self, tensor: GrowingTensor) -> bool:
+        """Whether rows of a tensor can be widened without the others; buffers are duplicated by every method."""
+        axes, is_buffer = tensor.entry.axes, tensor.parameter is None
+        is_plain = (is_buffer or self.method.widens_by_rows) and not any(axis.shares for axis in axes)
+        return bool(axes) and is_plain and not self.is_noisy(tensor)
+
+    @torch.no_grad()
+    def wide_tensor(self, tensor: GrowingTensor) -> Tensor:
+        """The wide tensor at once, with its noise, whose σ̄ is kept."""
+        entry = tensor.entry
+        with tensor.source.path.open("rb") as stream:
+            source = _read(stream, tensor.source, torch.empty(tensor.source.shape, dtype=tensor.source.dtype))
+        target = torch.empty(entry.wide_shape, dtype=source.dtype)
+        if entry.fill is not None:
+            target.fill_(entry.fill)
+        elif tensor.parameter is None:
+            widen_(target, source, entry)
+        else:
+            self.method.widen_(target, source, entry)
+        if tensor.parameter is not None:
+            self.constants[entry.name] = 0.0
+        if self.noise is not None and self.is_noisy(tensor):
+            self.constants[entry.name] = add_noise_(target, entry, self.noise, source, self.seed)
+            if not bool(torch.isfinite(target).all()):
+                raise UserError(
+                    f"noise: on {tensor.name!r} it is too large for {target.dtype}, whose largest number is "
+                    f"{torch.finfo(target.dtype).max:g}. Give a lower level"
+                )
+        return target
+
+    def write(self, files: Sequence[NewFile], progress: Progress) -> None:
+        """Writes the wide files, and reads each one again while the next one is written. All are on disk at the end.
+
+        Every byte is compared with what the narrow files make; tensors with noise, which nothing but a second draw
+        could make again, with the checksum of what was written. UserError for a difference.
+        """
+        with _one_thread(), ThreadPoolExecutor(1) as pool:
+            checks = []
+            for file in files:
+                with file.path.open("xb") as stream:
+                    stream.write(file.header)
+                    for place in file.tensors:
+                        self._append(stream, self.tensors[place.name], progress)
+                checks.append(pool.submit(self.check, file, progress))
+            for check in checks:
+                check.result()
+
+    def _append(self, stream: BinaryIO, tensor: GrowingTensor, progress: Progress) -> None:
+        if self.by_rows(tensor):
+            for rows in wide_rows(tensor):
+                progress(stream.write(as_bytes(rows)))
+            return
+        target = self.wide_tensor(tensor)
+        progress(stream.write(as_bytes(target)))
+        self.checksums[tensor.name] = zlib.crc32(as_bytes(target))
+
+    def check(self, file: NewFile, progress: Progress) -> None:
+        """Puts a file on disk and reads it again, with safetensors' own check of its header; else a UserError."""
+        damage = "the disk may be damaged"
+        if stored_tensors(file.path) != sorted(file.tensors, key=lambda tensor: tensor.offset):
+            raise UserError(f"{file.path.name} does not hold the tensors that were written; {damage}")
+        with file.path.open("rb") as stream:
+            os.fsync(stream.fileno())
+            for place in file.tensors:
+                stream.seek(place.offset)
+                if place.name in self.checksums:
+                    checksum = 0
+                    for chunk in stored_chunks(place):
+                        checksum = zlib.crc32(chunk, checksum)
+                        progress(len(chunk))
+                    same = checksum == self.checksums[place.name]
+                else:
+                    same, found = True, bytearray()
+                    for rows in wide_rows(self.tensors[place.name], again=True):
+                        if len(found) != rows.nbytes:
+                            found = bytearray(rows.nbytes)
+                        is_whole = stream.readinto(found) == rows.nbytes
+                        # a bytearray compares memory, a memoryview its elements
+                        same = same and is_whole and found == as_bytes(rows)
+                        progress(rows.nbytes)
+                if not same:
+                    raise UserError(f"{file.path.name}: {place.name!r} is not what was written; {damage}")
 
 
 @contextmanager
@@ -195,49 +214,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _write(stream: BinaryIO, tensor: GrowingTensor, widening: Widening, written: Written, progress: Progress) -> None:
-    """Writes a wide tensor to the end of a file."""
-    if widening.by_rows(tensor):
-        for rows in wide_rows(tensor):
-            progress(stream.write(as_bytes(rows)))
-        return
-    target, constant = wide_tensor(tensor, widening)
-    progress(stream.write(as_bytes(target)))
-    written.checksums[tensor.name] = zlib.crc32(as_bytes(target))
-    if tensor.parameter is not None:
-        written.constants[tensor.entry.name] = constant
-
-
-def check_file(
-    file: NewFile, tensors: dict[str, GrowingTensor], widening: Widening, written: Written, progress: Progress
-) -> None:
-    """Puts a file on disk and reads it again, with safetensors' own check of its header. UserError for a difference."""
-    damage = "the disk may be damaged"
-    if stored_tensors(file.path) != sorted(file.tensors, key=lambda tensor: tensor.offset):
-        raise UserError(f"{file.path.name} does not hold the tensors that were written; {damage}")
-    with file.path.open("rb") as stream:
-        os.fsync(stream.fileno())
-        for place in file.tensors:
-            stream.seek(place.offset)
-            if place.name in written.checksums:
-                checksum = 0
-                for chunk in stored_chunks(place):
-                    checksum = zlib.crc32(chunk, checksum)
-                    progress(len(chunk))
-                same = checksum == written.checksums[place.name]
-            else:
-                same, found = True, bytearray()
-                for rows in wide_rows(tensors[place.name], again=True):
-                    if len(found) != rows.nbytes:
-                        found = bytearray(rows.nbytes)
-                    is_whole = stream.readinto(found) == rows.nbytes
-                    # a bytearray compares memory, a memoryview its elements
-                    same = same and is_whole and found == as_bytes(rows)
-                    progress(rows.nbytes)
-            if not same:
-                raise UserError(f"{file.path.name}: {place.name!r} is not what was written; {damage}")
 
 
 def stored_chunks(stored: StoredTensor) -> Iterator[bytes]:
@@ -307,11 +283,10 @@ class _Job:
     """Everything that is known before anything is written."""
 
     folder: ModelFolder
-    config: "PretrainedConfig"
+    config: PretrainedConfig
     plan: Plan
-    tensors: dict[str, GrowingTensor]
     unused: list[str]
-    widening: Widening
+    writer: FolderWriter
     record: dict[str, Any]
 
 
@@ -344,29 +319,30 @@ def upscale_folder(
     narrow = read_folder(Path(folder))
     if out.resolve().is_relative_to(narrow.path.resolve()):
         raise UserError(f"--out {out} lies inside the folder that is read; name another one")
+    family = Family(narrow.model_class, call, watch)
     config = wide_config(narrow.config, factor, keep_heads=keep_heads, only=only, fields=fields)
     deepenings: list[Deepening] = []
     if layers is None:
         refuse_same_sizes(narrow.config, config, factor)
     else:
-        deepenings = find_deepenings(narrow.config, narrow.model_class, layers, depth, call=call, watch=watch)
+        deepenings = find_deepenings(family, narrow.config, layers, depth)
     method = Duplication() if method is None else method
     grown = {"factor": factor, "keep_heads": keep_heads, "only": only, "fields": dict(fields or {})}
-    job = _prepared(narrow, config, grown, deepenings, method, noise, seed, call, watch)
+    job = _prepared(narrow, config, grown, deepenings, method, noise, seed, family)
     with whole_folder(out) as partial:
-        rows = [(name, each.source.dtype, each.entry.wide_shape) for name, each in job.tensors.items()]
+        rows = [(name, each.source.dtype, each.entry.wide_shape) for name, each in job.writer.tensors.items()]
         files = split_into_files(partial, rows, MOST_SHARD_BYTES)
         _refuse_full_disk(out, job, files)
         total = sum(tensor.size for file in files for tensor in file.tensors)
-        done = write_wide(files, job.tensors, job.widening, _counted(watch, BYTES, 2 * total))
-        _write_companions(partial, job, files, done)
-        checks = [_checked_text(job, done), _check_outputs(partial, job, call)]
+        job.writer.write(files, _counted(watch, BYTES, 2 * total))
+        _write_companions(partial, job, files)
+        checks = _checked_text(job), _check_outputs(partial, job, call)
     notes = [f"{name} is not part of the model, and stays behind" for name in job.unused]
-    constants = {name: done.constants.get(name, 0.0) for name in job.plan.parameters}
-    centred = job.widening.noise is not None and job.widening.noise.centred
+    constants = {name: job.writer.constants.get(name, 0.0) for name in job.plan.parameters}
+    centred = job.writer.noise is not None and job.writer.noise.centred
     seconds = time.perf_counter() - start
     return FolderReport(
-        out, job.plan, constants, centred, narrow.size, total, seconds, tuple(checks), (*notes, *job.plan.notes)
+        out, job.plan, constants, centred, narrow.size, total, seconds, checks, (*notes, *job.plan.notes)
     )
 
 
@@ -385,14 +361,13 @@ def _counted(watch: Watch, words: str, total: int) -> Progress:
 
 def _prepared(
     folder: ModelFolder,
-    config: "PretrainedConfig",
+    config: PretrainedConfig,
     grown: dict[str, Any],
     deepenings: Sequence[Deepening],
     method: GrowthMethod,
     noise: Noise | None,
     seed: int,
-    call: Call | None,
-    watch: Watch,
+    family: Family,
 ) -> _Job:
     """Finds out how everything grows. UserError for all that does not."""
     refuse_unless_whole("seed", seed, least=None)
@@ -401,7 +376,7 @@ def _prepared(
     narrow, wide = on_meta(model_class, folder.config), on_meta(model_class, config)
     found = None
     if config.to_dict() != folder.config.to_dict():
-        found = found_between(narrow, wide, model_class=model_class, call=call, watch=watch)
+        found = family.found_between(narrow, wide)
     if deepenings:
         config = deepened(config, deepenings)
         wide = on_meta(model_class, config)
@@ -413,8 +388,8 @@ def _prepared(
     grown["layers"] = {each.field: {"depth": each.how, "sources": list(each.sources)} for each in deepenings}
     settings = {"growth": grown, "method": type(method).__name__, "seed": seed}
     record = growth_record(plan, narrow, wide, method, settings)
-    tensors = {tensor.name: tensor for tensor in growing}
-    return _Job(folder, config, plan, tensors, unused, Widening(method, noise, seed), record)
+    writer = FolderWriter({tensor.name: tensor for tensor in growing}, method, noise, seed)
+    return _Job(folder, config, plan, unused, writer, record)
 
 
 def _refuse_method(method: GrowthMethod) -> None:
@@ -439,20 +414,18 @@ def _refuse_full_disk(out: Path, job: _Job, files: list[NewFile]) -> None:
         )
 
 
-def _write_companions(partial: Path, job: _Job, files: list[NewFile], done: Written) -> None:
+def _write_companions(partial: Path, job: _Job, files: list[NewFile]) -> None:
     if len(files) > 1:
         (partial / INDEX_FILE).write_text(index_text(files))
     for path in job.folder.companions():
         shutil.copyfile(path, partial / path.name)  # the content alone: nothing there can be executed
-    record = {**job.record, "noise": {name: value for name, value in done.constants.items() if value != 0.0}}
+    record = {**job.record, "noise": {name: value for name, value in job.writer.constants.items() if value != 0.0}}
     (partial / GROWTH_FILE).write_text(written(record))
     _write_config(partial, job)
 
 
 def _write_config(partial: Path, job: _Job) -> None:
     """The narrow file with the values that differ; where that does not give the wide configuration, a new file."""
-    from transformers import AutoConfig
-
     before, after = job.folder.config.to_dict(), job.config.to_dict()
     path = partial / CONFIG_FILE
     path.write_text(json.dumps(_changed(job.folder.settings, before, after), indent=2) + "\n")
@@ -475,15 +448,16 @@ def _changed(settings: dict[str, Any], before: dict[str, Any], after: dict[str, 
     return answer
 
 
-def _checked_text(job: _Job, done: Written) -> str:
-    layers = len({_layer(name) for name in job.tensors})
-    filled = [name for name, tensor in job.tensors.items() if tensor.entry.fill is not None]
-    exact = len(job.tensors) - len({*done.checksums, *filled})
+def _checked_text(job: _Job) -> str:
+    tensors, at_once = job.writer.tensors, job.writer.checksums
+    layers = len({_layer(name) for name in tensors})
+    filled = [name for name, tensor in tensors.items() if tensor.entry.fill is not None]
+    exact = len(tensors) - len({*at_once, *filled})
     text = f"{exact} tensors of {layers} layers are, byte by byte, the narrow ones duplicated"
     if filled:
         text += f"; {len(filled)} make new layers add nothing"
-    if done.checksums:
-        text += f"; {len(done.checksums)} that were made at once (noise, or the method) are what was written"
+    if at_once:
+        text += f"; {len(at_once)} that were made at once (noise, or the method) are what was written"
     return text
 
 
@@ -496,7 +470,7 @@ def _layer(name: str) -> str:
 def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
     """Compares the outputs of both folders, where that is possible. UserError for a difference that is not meant."""
     shapes = [tensor.shape for tensor in job.folder.tensors.values()]
-    shapes += [tensor.entry.wide_shape for tensor in job.tensors.values()]
+    shapes += [tensor.entry.wide_shape for tensor in job.writer.tensors.values()]
     count = sum(torch.Size(shape).numel() for shape in shapes)
     if count * 4 * HEADROOM >= free_bytes(torch.device("cpu")):
         return f"outputs were not compared: both models in float32 ({count * 4 / 1e9:.0f} GB) do not fit into memory"
@@ -517,7 +491,7 @@ def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
 
 def _changes_outputs(job: _Job) -> str | None:
     """What is meant to change the outputs; None if nothing is."""
-    noise, method = job.widening.noise, job.widening.method
+    noise, method = job.writer.noise, job.writer.method
     if noise is not None and not noise.centred:
         return "noise that is not centred (`--noise auto` does not)"
     if not method.claim(job.plan, on_meta(job.folder.model_class, job.folder.config), ()).function:
@@ -528,10 +502,10 @@ def _changes_outputs(job: _Job) -> str | None:
 def _tolerance(job: _Job) -> float:
     """Float32 rounding; where weights were divided by a factor that is no power of two, that of their format."""
     worst = 1e-4
-    for tensor in job.tensors.values():
+    for tensor in job.writer.tensors.values():
         weight, dtype = tensor.entry.scale.weight, tensor.source.dtype
         dyadic = float(weight).hex().startswith("0x1.0000000000000p")
-        centred = job.widening.is_noisy(tensor)  # copies of an input no longer cancel to the last bit
+        centred = job.writer.is_noisy(tensor)  # copies of an input no longer cancel to the last bit
         if dtype.is_floating_point and (centred or not dyadic):
             worst = max(worst, 16 * torch.finfo(dtype).eps)
     return worst

@@ -8,7 +8,6 @@ defines is in docs/which_growth.md, and below.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.errors import UserError
-from mupscale.methods.noise import Noise, SameNoise, init_scale, is_noisy, refuse_inert
+from mupscale.errors import UserError, refuse_unless_level
+from mupscale.methods.noise import Noise, SameNoise, init_scale
 from mupscale.widening.growth import Growth, copy_index, duplicate_, is_unit_by_unit
 from mupscale.widening.hints import Hints
 from mupscale.widening.modules import normalises_width
@@ -34,6 +33,9 @@ Hyperparameters = Literal["table", "same"]
 Loss = Callable[[nn.Module, Any], Tensor]
 """The loss of a model on a batch."""
 
+Gradients = Mapping[str, Tensor]
+"""Of the wide model just after growing, by name."""
+
 
 class Claim(NamedTuple):
     """What a method preserves when it grows a certain model."""
@@ -44,7 +46,7 @@ class Claim(NamedTuple):
     """The training after it: losses are those of the narrow network, step by step."""
 
 
-class GrowthMethod(ABC):
+class GrowthMethod:
     """A way to make a wide network from a narrow one.
 
     Examples:
@@ -63,6 +65,8 @@ class GrowthMethod(ABC):
     """What the authors do with the optimizer state, and the default."""
     published_hyperparameters: Hyperparameters = "table"
     """Whether the authors rescale hyperparameters, and the default."""
+    keeps_function: bool = True
+    """Whether the wide network computes what the narrow one did, just after growing."""
     noise: Noise | None = None
     """A perturbation that belongs to the method."""
     equal_copies: bool = True
@@ -73,6 +77,8 @@ class GrowthMethod(ABC):
     """Whether all copies of a weight are equal, as `modules.py` requires."""
     needs_batches: bool = False
     """Whether `fit` must run before the weights can be written."""
+    measures_claim: bool = False
+    """Whether only gradients show what `claim` preserves."""
 
     def __init__(
         self, state: StateRule | None = None, hyperparameters: Hyperparameters | None = None, rewarm_steps: int = 0
@@ -96,7 +102,7 @@ class GrowthMethod(ABC):
         """Which axes grow and in which layout; raises a UserError if this method cannot grow the model."""
         return make_plan(narrow, wide, hints=hints)
 
-    def fit(  # noqa: B027  most methods have nothing to learn
+    def fit(
         self,
         narrow: nn.Module,
         wide: nn.Module,
@@ -108,7 +114,7 @@ class GrowthMethod(ABC):
     ) -> None:
         """Learns from batches how to grow `narrow`, changing neither model; `average` averages over processes."""
 
-    def forget(self) -> None:  # noqa: B027
+    def forget(self) -> None:
         """Drops what `fit` learned, once the weights are written."""
 
     def check(self, plan: Plan) -> None:
@@ -157,7 +163,7 @@ class GrowthMethod(ABC):
         """Whether rows of a weight are widened as `weights.widen_` does it, which needs none of the others."""
         return type(self).widen_ is GrowthMethod.widen_
 
-    def edit_(self, plan: Plan, wide: nn.Module) -> None:  # noqa: B027  most methods treat weights one by one
+    def edit_(self, plan: Plan, wide: nn.Module) -> None:
         """Changes the wide model across layers, after all weights are written."""
 
     def scale(self, growth: Growth) -> Scale:
@@ -174,18 +180,15 @@ class GrowthMethod(ABC):
         """What the hyperparameters of a model under muP follow: its width, or nothing."""
         return self.rates(growth) if self.hyperparameters == "same" else table_rates(growth)
 
-    @abstractmethod
-    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
-        """What is preserved when this model grows and `optimizers` train it on; no more than is known of any data."""
-
-    def claim_measured(
-        self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor]
+    def claim(
+        self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], gradients: Gradients | None = None
     ) -> Claim:
-        """The claim where the gradients of the wide model, just after growing, are known by name."""
-        return self.claim(plan, narrow, optimizers)
+        """What is preserved when this model grows and `optimizers` train it on; no more than is known of any data.
 
-    def _follows_the_rules(self) -> bool:
-        return self.state == "carry" and self.hyperparameters == "table"
+        With `gradients`, what is known of data that has these.
+        """
+        follows_the_rules = self.state == "carry" and self.hyperparameters == "table"
+        return Claim(self.keeps_function, self.keeps_function and follows_the_rules)
 
 
 def norms_over_width(plan: Plan, narrow: nn.Module) -> Iterator[str]:
@@ -203,9 +206,6 @@ class Duplication(GrowthMethod):
     """The paper's method: k copies of every unit, each read with 1/k of its weight. Preserves function and training."""
 
     grows_weight_norms = True
-
-    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
-        return Claim(True, self._follows_the_rules())
 
 
 Variant = Literal["symmetric", "diagonal", "noisy"]
@@ -233,6 +233,7 @@ class HyperCloning(GrowthMethod):
             options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
         super().__init__(**options)
+        refuse_unless_level("HyperCloning: decibels", decibels)
         if variant not in get_args(Variant):
             raise UserError(f"HyperCloning: variant must be one of {', '.join(get_args(Variant))}; got {variant!r}")
         self.variant = variant
@@ -252,10 +253,11 @@ class HyperCloning(GrowthMethod):
             shape = [size if axis in (row, column) else 1 for axis, size in enumerate(target.shape)]
             target.mul_(of_copies.reshape(shape).to(target))
 
-    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
-        if self.variant == "noisy" or not self._follows_the_rules():
-            return Claim(True, False)
-        return Claim(True, not any(self._is_diagonal(plan.parameters[name]) for name in _decayed(narrow, optimizers)))
+    def claim(
+        self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], gradients: Gradients | None = None
+    ) -> Claim:
+        unequal = any(self._is_diagonal(plan.parameters[name]) for name in _decayed(narrow, optimizers))
+        return Claim(True, super().claim(plan, narrow, optimizers).dynamics and self.noise is None and not unequal)
 
     def _is_diagonal(self, entry: Growth) -> bool:
         """Whether copies of a weight differ."""
@@ -279,24 +281,17 @@ class _BelowTheWeights(Noise):
     """Centred noise with a mean square that is so many decibels below that of the widened weight."""
 
     centred = True
+    level_name = "decibels"
 
     def __init__(self, decibels: float) -> None:
         self.decibels = decibels
 
-    def check_level(self) -> None:
-        if not (isinstance(self.decibels, float | int) and math.isfinite(self.decibels)):
-            raise UserError(f"HyperCloning: decibels must be a finite number, got {self.decibels!r}")
-
-    def check(self, plan: Plan) -> None:
-        self.check_level()
-        refuse_inert(self, plan)
-
-    def applies(self, entry: Growth) -> bool:
-        return is_noisy(entry, centred=True)
-
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
         size = float(widened.abs().double().square().mean().sqrt())
         return size * 10 ** (-self.decibels / 20) / init_scale(entry)
+
+    def reads_widened(self, entry: Growth) -> bool:
+        return True
 
 
 def _growing(entry: Growth, side: Side) -> list[int]:
@@ -324,6 +319,7 @@ class ZeroPadding(GrowthMethod):
 
     equal_copies = False
     state_to_copies = False
+    measures_claim = True
 
     def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         plan = make_plan(narrow, wide, hints=hints)
@@ -356,16 +352,15 @@ class ZeroPadding(GrowthMethod):
         """One copy of each entry. The multiplier of a muP readout falls with the width all the same."""
         return product(scale_of_axis(axis.side, 1, axis.reference) for axis in growth.axes if axis.side == "mean")
 
-    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
-        return Claim(not any(norms_over_width(plan, narrow)), False)
-
-    def claim_measured(
-        self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor]
+    def claim(
+        self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], gradients: Gradients | None = None
     ) -> Claim:
         """The training is preserved if new units never train: the activation before them maps zero to zero."""
-        kept = self.claim(plan, narrow, optimizers).function
-        trains = any(bool(gradient[new_copies(plan.parameters[name])].any()) for name, gradient in gradients.items())
-        return Claim(kept, kept and self._follows_the_rules() and not trains)
+        kept = self.keeps_function and not any(norms_over_width(plan, narrow))
+        trains = gradients is None or any(
+            bool(gradient[new_copies(plan.parameters[name])].any()) for name, gradient in gradients.items()
+        )
+        return Claim(kept, kept and not trains and super().claim(plan, narrow, optimizers).dynamics)
 
 
 class ShrinkAndPad(ZeroPadding):
@@ -388,6 +383,7 @@ class ShrinkAndPad(ZeroPadding):
         if not number or not math.isfinite(shrink) or not 0 < shrink <= 1:
             raise UserError(f"ShrinkAndPad: shrink must be a number above 0 and at most 1, got {shrink!r}")
         self.shrink = shrink
+        self.keeps_function = shrink == 1
 
     def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         plan = super().plan(narrow, wide, hints)
@@ -403,6 +399,3 @@ class ShrinkAndPad(ZeroPadding):
         super().widen_(target, source, entry)
         if entry.kind == "weight":
             target.mul_(self.shrink)
-
-    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
-        return super().claim(plan, narrow, optimizers) if self.shrink == 1 else Claim(False, False)

@@ -1,16 +1,15 @@
 """Groups of axes that hold the same units, and methods that treat those alike: Net2Net, FPI, AKI and LEMON."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.methods.base import Claim, GrowthMethod, norms_over_width
+from mupscale.methods.base import GrowthMethod, norms_over_width
 from mupscale.sharding import gathered, whole
 from mupscale.widening.growth import (
     Growth,
@@ -189,9 +188,6 @@ class Net2Net(GrowthMethod):
                 mapped.setdefault(name, {})[axis] = [(block, block, count) for count in copies] * times
         return make_plan(narrow, wide, hints=replace(hints or Hints(), blocks={**(hints or Hints()).blocks, **mapped}))
 
-    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
-        return Claim(True, self._follows_the_rules())
-
 
 class FPI(Net2Net):
     """bert2BERT's function-preserving initialisation (Chen et al. 2022): Net2Net's map in a transformer.
@@ -213,6 +209,7 @@ class AKI(FPI):
     """
 
     equal_copies = False
+    keeps_function = False
 
     def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         plan = super().plan(narrow, wide, hints)
@@ -234,9 +231,6 @@ class AKI(FPI):
             with whole(parameters[name]) as weight:
                 own = gathered(parameters[name])
                 weight.copy_(torch.where(new.view(shape).to(own.device), units.to(own), own))
-
-    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
-        return Claim(False, False)
 
 
 def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -341,9 +335,6 @@ class Lemon(GrowthMethod):
                 parameters[name] = replace(entry, axes=tuple(axes))
                 refuse_uneven_shift(parameters[name])
         return replace(plan, parameters=parameters)
-
-    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
-        return Claim(True, self._follows_the_rules())
 
     def _shares(self, group: UnitGroup, generator: torch.Generator) -> Tensor:
         """How much of its unit each copy stands for, in units of the equal share; unit by unit. A single one has 1."""

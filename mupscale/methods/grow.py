@@ -21,7 +21,7 @@ from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import stand_in
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import check_transfer, continued_optimizer, off_the_rule, transfer_state
+from mupscale.widening.state import Continuation
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -119,8 +119,9 @@ def grow(
     write.refuse_other_rescale(plan, narrow, wide)
     method.check(plan)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
-    for before, after in zip(narrow_opts, wide_opts, strict=True):
-        check_transfer(plan, shallow, before, wide, after, state=method.state)
+    for before, given in zip(narrow_opts, wide_opts, strict=True):
+        # made again once the weights are written, because it holds the narrow ones
+        Continuation(plan, shallow, before, wide, state=method.state).check(given)
     noise = method.choose_noise(noise, plan, narrow)
     write.refuse_unknown_buffers(plan, wide, rebuild)
     write.refuse_non_finite_model(plan, narrow, wide)
@@ -173,23 +174,12 @@ def grow(
     optimizers: list[Optimizer] = []
     if narrow_opts and method.state != "carry":
         notes.append(f"the state of {'new copies' if method.state == 'reset_new_copies' else 'the optimizer'} is reset")
+    carried: dict[str, Any] = {"scale_of": method.scale, "to_copies": method.state_to_copies}
     for before, given in zip(narrow_opts, wide_opts, strict=True):
-        after = given
-        if after is None:
-            after = continued_optimizer(plan, shallow, before, wide, state=method.state, rates_of=method.rates)
-        notes += off_the_rule(plan, shallow, before, wide, after, method.rates)
-        transfer_state(
-            plan,
-            shallow,
-            before,
-            wide,
-            after,
-            consume=consume,
-            state=method.state,
-            rewarm_steps=method.rewarm_steps,
-            scale_of=method.scale,
-            to_copies=method.state_to_copies,
-        )
+        continuation = Continuation(plan, shallow, before, wide, method.rates, method.state)
+        after = continuation.new_optimizer() if given is None else given
+        notes += continuation.off_the_rule(after)
+        continuation.transfer(after, consume=consume, rewarm_steps=method.rewarm_steps, **carried)
         optimizers.append(after)
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
     centred = noise is not None and noise.centred

@@ -1,19 +1,19 @@
 """LiGO: maps that a short run learns."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from mupscale.errors import UserError, refuse_unless_whole
-from mupscale.methods.base import Claim, GrowthMethod, Loss
+from mupscale.methods.base import GrowthMethod, Loss
 from mupscale.methods.by_groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
 from mupscale.sharding import is_sharded
-from mupscale.widening.growth import Growth, Layout, Piece, duplicate_, narrow_length
+from mupscale.widening.growth import Axis, Growth, Piece, wide_length
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.write import wide_buffers
@@ -38,6 +38,7 @@ class LiGO(GrowthMethod):
     """
 
     equal_copies = False
+    keeps_function = False
     needs_batches = True
 
     published_state = "reset"
@@ -141,9 +142,6 @@ class LiGO(GrowthMethod):
         else:
             target.copy_(self._mapped(self._duplicated(source, entry), entry, self._maps))
 
-    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
-        return Claim(False, False)
-
     def _first_maps(self, groups: list[UnitGroup], sources: dict[str, Tensor]) -> Maps:
         """Maps that preserve the function: copies produce their unit, and are read in random shares that sum to it."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -163,18 +161,14 @@ class LiGO(GrowthMethod):
     def _duplicated(self, source: Tensor, entry: Growth) -> Tensor:
         """The weight in its unit, grown along the axes that have no maps."""
         mapped = self._axes.get(entry.name, {})
-        layouts: list[Layout] = []
-        scales = entry.by_piece("weight")
-        for axis, layout in enumerate(entry.layouts):
-            length = narrow_length(layout)
-            layouts.append((Piece(length, length, 1),) if axis in mapped else layout)
-            scales[axis] = [1.0] if axis in mapped else scales[axis]
+        sizes = enumerate(entry.narrow_shape)
+        axes = tuple(Axis((Piece(n, n, 1),)) if axis in mapped else entry.axes[axis] for axis, n in sizes)
         target = torch.empty(
-            [sum(piece.length * piece.factor for piece in layout) for layout in layouts],
+            [wide_length(axis.pieces) for axis in axes],
             dtype=torch.promote_types(source.dtype, torch.float32),
             device=source.device,
         )
-        duplicate_(target, source, layouts, scales, entry.rescale)
+        super().widen_(target, source, replace(entry, axes=axes, offset=0.0))
         return target
 
     def _mapped(self, weight: Tensor, entry: Growth, maps: Maps) -> Tensor:

@@ -20,7 +20,6 @@ the added noise over that of the signal.
 
 import hashlib
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,53 +44,69 @@ Constants = dict[str, float | list[Any]]
 class Noise(ABC):
     """Base class of noise: decides which parameters get noise, and how strong it is."""
 
+    where: Mapping[str, bool] | None = None
+    """Exceptions from the rule which parameters get noise, by name pattern."""
     centred: bool = False
     """Whether the mean over the copies of an input unit is subtracted."""
-
-    @abstractmethod
-    def check(self, plan: Plan) -> None:
-        """Raises a UserError if this noise cannot be added under `plan`; runs before anything is written."""
-
-    def check_level(self) -> None:  # noqa: B027  noise without a level has nothing to check
-        """Raises a UserError if the level of this noise is invalid for any model."""
-
-    def level(self) -> float:
-        """The largest constant given; infinite if it is unknown until the noise is drawn."""
-        return math.inf
-
-    @abstractmethod
-    def applies(self, entry: Growth) -> bool:
-        """Whether this parameter gets noise."""
+    level_name: str | None = None
+    """The argument that says how strong it is."""
 
     @abstractmethod
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         """σ̄ of one parameter, or of each position, from its narrow and widened values and the draw Δ at σ̄ = 1."""
 
+    def level(self) -> float:
+        """The largest constant given, or what all are proportional to."""
+        assert self.level_name is not None
+        return getattr(self, self.level_name)
+
     def reads_widened(self, entry: Growth) -> bool:
         """Whether `constant` needs all widened values of this parameter; if not, some of its rows are enough."""
-        return True
-
-
-class _LevelNoise(Noise):
-    """Noise of one level, on weights and embeddings, or where name patterns say."""
-
-    where: Mapping[str, bool] | None
-
-    def check_level(self) -> None:
-        name, level = next((name, value) for name, value in vars(self).items() if name not in ("where", "centred"))
-        refuse_unless_level(f"{type(self).__name__}: {name}", level)
-        _check_centred(type(self).__name__, self.centred)
-
-    def check(self, plan: Plan) -> None:
-        self.check_level()
-        _check_patterns(plan, self.where, self.centred)
-        refuse_inert(self, plan)
+        return False
 
     def applies(self, entry: Growth) -> bool:
-        return is_noisy(entry, self.where, self.centred)
+        """Whether this parameter gets noise, by default or by `where`; centred noise only if it sums over copies."""
+        if self.centred and entry.copies_summed == 1:
+            return False
+        answer = entry.kind == "weight" and entry.role != "scalar" and not entry.zero_initialised
+        for pattern, wanted in (self.where or {}).items():
+            if any(matches(name, pattern) for name in entry.names):
+                answer = wanted
+        return answer
+
+    def check_level(self) -> None:
+        """Raises a UserError if the level of this noise is invalid for any model."""
+        own = type(self).__name__
+        if self.level_name is not None:
+            refuse_unless_level(f"{own}: {self.level_name}", self.level())
+        if not isinstance(self.centred, bool):
+            raise UserError(f"{own}: centred must be true or false, got {self.centred!r}")
+
+    def check(self, plan: Plan) -> None:
+        """Raises a UserError if this noise cannot be added under `plan`; runs before anything is written."""
+        self.check_level()
+        if self.where is not None:
+            _check_patterns(plan, self.where, self.centred)
+        self.refuse_inert(plan)
+
+    def refuse_inert(self, plan: Plan) -> None:
+        """Raises a UserError for centred noise that no parameter would get."""
+        if not self.centred or any(self.applies(entry) for entry in plan.parameters.values()):
+            return
+        summed = [name for name, entry in plan.parameters.items() if entry.copies_summed > 1]
+        if not summed:
+            raise UserError(
+                "noise: centred noise would do nothing here, because no parameter sums over a width axis that grows. "
+                "Use plain noise (centred=False)"
+            )
+        remedy = f"Give it to them, where={{{summed[0]!r}: True}}, or use" if "where" in vars(self) else "Use"
+        raise UserError(
+            "noise: centred noise would do nothing here, because the parameters that sum over a width axis that grows "
+            f"({some_names(summed)}) get no noise. {remedy} plain noise (centred=False)"
+        )
 
 
-class AdditiveNoise(_LevelNoise):
+class AdditiveNoise(Noise):
     """Noise with the same constant σ̄ = `std` for all weights.
 
     `upscale(narrow, wide, noise=AdditiveNoise(0.5, centred=True))` preserves the function.
@@ -109,6 +124,8 @@ class AdditiveNoise(_LevelNoise):
         True
     """
 
+    level_name = "std"
+
     def __init__(self, std: float, where: Mapping[str, bool] | None = None, centred: bool = False) -> None:
         """
         Args:
@@ -116,21 +133,13 @@ class AdditiveNoise(_LevelNoise):
             where: Which parameters get noise, by name pattern; by default weights and embeddings.
             centred: Keep the function: subtract the mean over the copies of each input unit.
         """
-        self.std = std
-        self.where = where
-        self.centred = centred
-
-    def level(self) -> float:
-        return self.std
+        self.std, self.where, self.centred = std, where, centred
 
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
         return self.std
 
-    def reads_widened(self, entry: Growth) -> bool:
-        return False
 
-
-class SignalNoise(_LevelNoise):
+class SignalNoise(Noise):
     """Noise relative to each weight, in spectral norms: σ̄_W = t · ‖W̃‖ / ‖Δ‖. At t = 1 it is as strong as the weight.
 
     Each kernel position of a convolution is a separate matrix. t does not transfer between widths, but the resulting
@@ -147,6 +156,8 @@ class SignalNoise(_LevelNoise):
         >>> report.save_noise("noise.json")
     """
 
+    level_name = "t"
+
     def __init__(self, t: float, where: Mapping[str, bool] | None = None, centred: bool = False) -> None:
         """
         Args:
@@ -154,12 +165,7 @@ class SignalNoise(_LevelNoise):
             where: Which parameters get noise, by name pattern; by default weights and embeddings.
             centred: Keep the function: subtract the mean over the copies of each input unit.
         """
-        self.t = t
-        self.where = where
-        self.centred = centred
-
-    def level(self) -> float:
-        return self.t
+        self.t, self.where, self.centred = t, where, centred
 
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor:
         # of unlike pieces the norm does not follow from the narrow one
@@ -210,9 +216,6 @@ class RecordedNoise(Noise):
             ) from error
         self.centred = record["format"] == _CENTRED_FORMAT if centred is None else centred
 
-    def check_level(self) -> None:
-        _check_centred("RecordedNoise", self.centred)
-
     def level(self) -> float:
         constants = [torch.as_tensor(constant, dtype=torch.float64).flatten() for constant in self.constants.values()]
         return max((float(constant.max()) for constant in constants if constant.numel()), default=0.0)
@@ -238,7 +241,7 @@ class RecordedNoise(Noise):
             if not bool(torch.isfinite(constant).all()) or bool((constant < 0).any()):
                 raise UserError(f"RecordedNoise: {self.path} has a constant for {name!r} that is no standard deviation")
         if self.level() > 0:
-            refuse_inert(self, plan)
+            self.refuse_inert(plan)
 
     def applies(self, entry: Growth) -> bool:
         recorded = bool(torch.as_tensor(self._recorded(entry)).any())
@@ -251,9 +254,6 @@ class RecordedNoise(Noise):
         """Of its own name, or that of the layer it comes from: noise may be recorded with fewer layers."""
         names = unwrapped(entry.name), unwrapped(entry.origin)
         return next(self.constants[name] for name in names if name in self.constants)
-
-    def reads_widened(self, entry: Growth) -> bool:
-        return False
 
 
 class SameNoise(RecordedNoise):
@@ -278,17 +278,6 @@ def save_constants(constants: Constants, path: str | Path, centred: bool = False
         Path(path).write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"save_noise: {path} cannot be written ({error.strerror}); name another file") from error
-
-
-def is_noisy(entry: Growth, where: Mapping[str, bool] | None = None, centred: bool = False) -> bool:
-    """Whether a parameter gets noise, by default or by `where`; centred noise only if it sums over copies."""
-    if centred and entry.copies_summed == 1:
-        return False
-    answer = entry.kind == "weight" and entry.role != "scalar" and not entry.zero_initialised
-    for pattern, wanted in (where or {}).items():
-        if any(matches(name, pattern) for name in entry.names):
-            answer = wanted
-    return answer
 
 
 def init_scale(entry: Growth) -> float:
@@ -348,22 +337,13 @@ def widened_norms(entry: Growth, narrow: Tensor) -> Tensor:
 
 def _matrices(tensor: Tensor, entry: Growth) -> Tensor:
     """(positions, rows, columns): one matrix per kernel position."""
-    rows, columns = _axes(entry)
+    tensor = tensor.detach()
     if tensor.ndim == 0:
-        return tensor.detach().reshape(1, 1, 1)
-    if columns is None:
-        return tensor.detach().movedim(rows, 0).reshape(1, tensor.shape[rows], -1)
-    return (
-        tensor.detach().movedim((rows, columns), (-2, -1)).flatten(0, -3) if tensor.ndim > 2 else tensor.detach()[None]
-    )
-
-
-def _axes(entry: Growth) -> tuple[int, int | None]:
+        return tensor.reshape(1, 1, 1)
     if entry.matrix_axes is not None:
-        return entry.matrix_axes
-    produced = [axis for axis, side in enumerate(entry.sides) if side in ("out", "mean")]
-    summed = [axis for axis, side in enumerate(entry.sides) if side == "in"]
-    return next(iter(produced + summed), 0), None
+        return tensor.movedim(entry.matrix_axes, (-2, -1)).flatten(0, -3) if tensor.ndim > 2 else tensor[None]
+    rows = min(range(tensor.ndim), key=lambda axis: ("out", "mean", "in", None).index(entry.sides[axis]))
+    return tensor.movedim(rows, 0).reshape(1, tensor.shape[rows], -1)
 
 
 def _positions(entry: Growth) -> tuple[int, ...]:
@@ -375,12 +355,9 @@ def _positions(entry: Growth) -> tuple[int, ...]:
 
 def _align(constant: Tensor, entry: Growth) -> Tensor:
     """Per-position constants, with axes of length 1 where the matrix stands."""
-    if constant.ndim == 0:
-        return constant
-    assert entry.matrix_axes is not None
-    for axis in sorted(entry.matrix_axes):
-        constant = constant.unsqueeze(axis)
-    return constant
+    matrix = entry.matrix_axes or ()
+    sizes = [1 if axis in matrix else size for axis, size in enumerate(entry.wide_shape)]
+    return constant.reshape(sizes) if constant.ndim else constant
 
 
 def _seed(seed: int, name: str) -> int:
@@ -388,35 +365,12 @@ def _seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _check_centred(what: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise UserError(f"{what}: centred must be true or false, got {value!r}")
-
-
-def refuse_inert(noise: Noise, plan: Plan) -> None:
-    """Raises a UserError for centred noise that no parameter would get."""
-    if not noise.centred or any(noise.applies(entry) for entry in plan.parameters.values()):
-        return
-    summed = [name for name, entry in plan.parameters.items() if entry.copies_summed > 1]
-    if not summed:
-        raise UserError(
-            "noise: centred noise would do nothing here, because no parameter sums over a width axis that grows. Use "
-            "plain noise (centred=False)"
-        )
-    remedy = f"Give it to them, where={{{summed[0]!r}: True}}, or use" if hasattr(noise, "where") else "Use"
-    raise UserError(
-        "noise: centred noise would do nothing here, because the parameters that sum over a width axis that grows "
-        f"({some_names(summed)}) get no noise. {remedy} plain noise (centred=False)"
-    )
-
-
-def _check_patterns(plan: Plan, where: Mapping[str, bool] | None, centred: bool) -> None:
-    if where is not None and not (
-        isinstance(where, Mapping)
-        and all(isinstance(pattern, str) and isinstance(wanted, bool) for pattern, wanted in where.items())
+def _check_patterns(plan: Plan, where: Mapping[str, bool], centred: bool) -> None:
+    if not isinstance(where, Mapping) or not all(
+        isinstance(pattern, str) and isinstance(wanted, bool) for pattern, wanted in where.items()
     ):
         raise UserError(f"noise: give `where` as name patterns mapped to True or False, got {where!r}")
-    for pattern, wanted in (where or {}).items():
+    for pattern, wanted in where.items():
         entries = plan.parameters.values()
         matched = [entry for entry in entries if any(matches(name, pattern) for name in entry.names)]
         if not matched:

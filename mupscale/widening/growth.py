@@ -1,12 +1,12 @@
 """How one parameter or buffer grows: its axes, and by what its weight and its gradient are multiplied."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import pairwise, product
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,13 @@ class Axis(NamedTuple):
         """
         return "in" if self.side == "mean" else self.side
 
+    @property
+    def scale(self) -> Scale:
+        """What its wide entries are multiplied by: one number for all, or a tensor with a number for each."""
+        copies: Any = copies_of_entries(self.pieces) if is_mixed(self.pieces) else self.reference
+        share: Any = torch.tensor(self.shares, dtype=torch.float64) if self.shares else 1.0
+        return table.scale_of_axis(self.side, copies, self.reference, share)
+
 
 Kind = Literal["weight", "bias", "gain"]
 
@@ -85,11 +92,10 @@ def evenly(narrow: int, wide: int, block: int = 1) -> Layout:
 def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
     """The layout that `spec` gives an axis of `narrow` → `wide` entries; raises a UserError if it does not fit."""
     if isinstance(spec, int) and not isinstance(spec, bool):
-        pieces: Layout = _parse_block(spec, narrow, wide)
-    else:
-        if not isinstance(spec, list | tuple) or not all(_is_piece(row) for row in spec):
-            raise UserError(f"give a block length, or a list of (length, block, factor) in whole numbers; got {spec!r}")
-        pieces = tuple(Piece(*row) for row in spec)
+        return _parse_block(spec, narrow, wide)
+    if not isinstance(spec, list | tuple) or not all(_is_piece(row) for row in spec):
+        raise UserError(f"give a block length, or a list of (length, block, factor) in whole numbers; got {spec!r}")
+    pieces = tuple(Piece(*row) for row in spec)
     for piece in pieces:
         if min(piece) < 1:
             raise UserError(f"length, block and factor must be at least 1, got {tuple(piece)}")
@@ -104,8 +110,6 @@ def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
 
 
 def _parse_block(block: int, narrow: int, wide: int) -> Layout:
-    if block < 1:
-        raise UserError(f"a block must have at least 1 entry, got {block}")
     if wide < narrow:
         raise UserError(f"it is narrower in the wide model ({wide} < {narrow}); swap the models?")
     if narrow == 0:
@@ -113,7 +117,7 @@ def _parse_block(block: int, narrow: int, wide: int) -> Layout:
             "it is empty in the narrow model, so it has nothing to copy. Keep it empty, or give both models units"
         )
     for length in (narrow, wide):
-        if length % block:
+        if block < 1 or length % block:
             raise UserError(f"a block of {block} does not divide {length} entries")
     return evenly(narrow, wide, block)
 
@@ -157,117 +161,39 @@ def duplicate_(
     target: Tensor,
     source: Tensor,
     layouts: Sequence[Layout],
-    scales: Sequence[Sequence[float]] | None = None,
+    factors: Sequence[Any] | None = None,
     scale: float = 1.0,
     rows: slice | None = None,
     first: int = 0,
 ) -> None:
     """Writes `source`, duplicated along every axis, into `target`, without a temporary of the target's size.
 
-    `scale` multiplies everything and `scales[axis][piece]` that piece of that axis, on the narrow side, in the wider
-    dtype. `target` may be some `rows` of the wide tensor alone, from a start to an end; then `source` may have only the
-    narrow rows that they need, from the row `first` on.
+    `scale` multiplies everything, in the wider dtype, and so do the `factors` of each axis: a number, or a tensor with
+    one for each wide entry (`Axis.scale`). `target` may be some `rows` of the wide tensor alone, from a start to an
+    end; then `source` may have only the narrow rows that they need, from the row `first` on.
     """
-    scales = scales or [[1.0] * len(layout) for layout in layouts]
-    if rows is not None:
-        wanted = source_index(layouts[0])[rows] - first
-        if len(wanted) and len(wanted) == 1 + wanted[-1] - wanted[0]:  # consecutive rows, of which no copy is needed
-            source = source[wanted[0] : wanted[-1] + 1]
-        else:
-            source = source.index_select(0, wanted.to(source.device))
-        kept, kept_scales = _copied_rows(layouts[0], scales[0], rows)
-        layouts, scales = (kept, *layouts[1:]), (kept_scales, *scales[1:])
+    factors = [1.0] * len(layouts) if factors is None else factors
+    scale *= math.prod(factor for factor in factors if not isinstance(factor, Tensor))
     dtype = torch.promote_types(source.dtype, target.dtype)
-    if math.prod(len(layout) for layout in layouts) > _MANY_CELLS:
-        _duplicate_by_index_(target, source, layouts, scales, scale, dtype)
-        return
-    for source_slices, target_slices, pieces, cell_scale in _cells(layouts, scales):
-        # each axis of n entries becomes three, (n / block, factor, block), so that one strided copy does all the
-        # repeating
-        part = source[source_slices]
-        if scale * cell_scale != 1.0:
-            part = part.to(dtype) * (scale * cell_scale)
-        part = part.reshape([size for p in pieces for size in (p.length // p.block, 1, p.block)])
-        copies = target[target_slices].view([size for p in pieces for size in (p.length // p.block, p.factor, p.block)])
-        copies.copy_(part.expand(copies.shape))
-
-
-def _copied_rows(layout: Layout, scales: Sequence[float], rows: slice) -> tuple[Layout, list[float]]:
-    """Some rows of the wide axis as pieces of factor 1, each with the scale of the piece that it is of."""
-    kept: list[Piece] = []
-    kept_scales: list[float] = []
-    start = 0
-    for piece, scale in zip(layout, scales, strict=True):
-        end = start + piece.length * piece.factor
-        count = min(end, rows.stop) - max(start, rows.start)
-        if count > 0:
-            kept.append(Piece(count, count, 1))
-            kept_scales.append(scale)
-        start = end
-    return tuple(kept), kept_scales
-
-
-def _duplicate_by_index_(
-    target: Tensor,
-    source: Tensor,
-    layouts: Sequence[Layout],
-    scales: Sequence[Sequence[float]],
-    scale: float,
-    dtype: torch.dtype,
-) -> None:
-    """The same for axes of many pieces, each of which would need a separate copy; uses a temporary."""
-    result = source.to(dtype) * scale if scale != 1.0 else source
-    for axis, (layout, axis_scales) in enumerate(zip(layouts, scales, strict=True)):
-        if len(layout) == 1 and layout[0].factor == 1 and axis_scales[0] == 1.0:
+    sizes: list[tuple[int, int, int]] = []
+    for axis, (layout, factor) in enumerate(zip(layouts, factors, strict=True)):
+        of_rows = axis == 0 and rows is not None
+        if len(layout) == 1 and not of_rows and not isinstance(factor, Tensor):
+            sizes.append((layout[0].length // layout[0].block, layout[0].factor, layout[0].block))
             continue
-        if any(number != 1.0 for number in axis_scales):
-            shape = [-1 if other == axis else 1 for other in range(len(layouts))]
-            result = result.to(dtype) * by_entry(layout, axis_scales).to(result.device, dtype).view(shape)
-        result = result.index_select(axis, source_index(layout).to(result.device))
-    target.copy_(result)
-
-
-_MANY_CELLS = 256
-"""From here on one gather per axis is faster than a copy per cell."""
-
-
-@lru_cache(8)  # a tensor that is widened some rows at a time needs it for each of them
-@torch.inference_mode(False)
-def source_index(layout: Layout) -> Tensor:
-    """The narrow entry that each wide entry of an axis is a copy of. Read only."""
-    runs = _runs(layout)
-    return (runs.source - runs.start).repeat_interleave(runs.length) + torch.arange(wide_length(layout), device="cpu")
-
-
-def copy_index(layout: Layout) -> Tensor:
-    """Which copy of its narrow entry each wide entry of an axis is: 0 for the first."""
-    runs = _runs(layout)
-    return runs.copy.repeat_interleave(runs.length)
-
-
-def by_entry(layout: Layout, values: Sequence[float]) -> Tensor:
-    """A number for each narrow entry of an axis, from one for each piece."""
-    lengths = torch.tensor([piece.length for piece in layout])
-    return torch.tensor(values, dtype=torch.float64).repeat_interleave(lengths)
-
-
-class _Runs(NamedTuple):
-    """The copies of all blocks of an axis, in the order of the wide axis; one number for each copy."""
-
-    source: Tensor
-    start: Tensor
-    length: Tensor
-    copy: Tensor
-
-
-def _runs(layout: Layout) -> _Runs:
-    lengths, blocks, factors = (torch.tensor(column, device="cpu") for column in zip(*layout, strict=True))
-    count = lengths // blocks
-    length, copies = blocks.repeat_interleave(count), factors.repeat_interleave(count)
-    source = length.cumsum(0) - length
-    first = (copies.cumsum(0) - copies).repeat_interleave(copies)
-    source, length = source.repeat_interleave(copies), length.repeat_interleave(copies)
-    return _Runs(source, length.cumsum(0) - length, length, torch.arange(len(first), device="cpu") - first)
+        index = source_index(layout)[rows] - first if of_rows else source_index(layout)
+        source = source.index_select(axis, index.to(source.device))
+        sizes.append((1, 1, len(index)))
+        if isinstance(factor, Tensor):
+            row, scale = scale * (factor[rows] if of_rows else factor), 1.0
+            wider = torch.promote_types(dtype, torch.float32)  # in half precision the factor would be rounded
+            along = [-1 if other == axis else 1 for other in range(len(layouts))]
+            source = source.to(wider) * row.to(source.device, wider).view(along)
+    if scale != 1.0:
+        source = source.to(dtype) * scale
+    # each axis of n entries is three, (n / block, factor, block), so that one strided copy does all the repeating
+    copies = target.view([size for each in sizes for size in each])
+    copies.copy_(source.reshape([size for n, _, block in sizes for size in (n, 1, block)]).expand(copies.shape))
 
 
 def duplicate(source: Tensor, layouts: Sequence[Layout]) -> Tensor:
@@ -277,6 +203,35 @@ def duplicate(source: Tensor, layouts: Sequence[Layout]) -> Tensor:
     return target
 
 
+def source_index(layout: Layout) -> Tensor:
+    """The narrow entry that each wide entry of an axis is a copy of. Read only."""
+    return _indices(layout)[0]
+
+
+def copy_index(layout: Layout) -> Tensor:
+    """Which copy of its narrow entry each wide entry of an axis is: 0 for the first. Read only."""
+    return _indices(layout)[1]
+
+
+def copies_of_entries(layout: Layout) -> Tensor:
+    """The number of copies that the narrow entry of each wide entry of an axis has."""
+    index = source_index(layout)
+    return torch.bincount(index)[index].double()
+
+
+@lru_cache(8)  # a tensor that is widened some rows at a time needs it for each of them
+@torch.inference_mode(False)
+def _indices(layout: Layout) -> tuple[Tensor, Tensor]:
+    lengths, blocks, factors = (torch.tensor(column, device="cpu") for column in zip(*layout, strict=True))
+    block, factor = (column.repeat_interleave(lengths // blocks) for column in (blocks, factors))
+    # of every copy of a block, in the order of the wide axis
+    source, length = ((block.cumsum(0) - block).repeat_interleave(factor), block.repeat_interleave(factor))
+    copy = torch.arange(len(length), device="cpu") - (factor.cumsum(0) - factor).repeat_interleave(factor)
+    start = length.cumsum(0) - length
+    entries = torch.arange(wide_length(layout), device="cpu")
+    return (source - start).repeat_interleave(length) + entries, copy.repeat_interleave(length)
+
+
 def centre_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) -> None:
     """Subtracts, in place, the mean over the copies that one narrow entry has along `axes`, and keeps the variance.
 
@@ -284,61 +239,36 @@ def centre_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) ->
     `axes` sum to zero, so that a layer that sums over these axes maps duplicated inputs to zero. Centring leaves the
     share 1 - 1/k of the variance; the entries are divided by its root. An entry with a single copy becomes zero.
     """
-    if math.prod(len(layout) for layout in layouts) > _MANY_CELLS:
+    if any(len(layouts[axis]) > 1 for axis in axes):
         _centre_by_index_(tensor, layouts, axes)
         return
-    ones = [[1.0] * len(layout) for layout in layouts]
-    for _, wide_slices, pieces, _ in _cells(layouts, ones):
-        shape: list[int] = []
-        copies_at: list[int] = []
-        for axis, piece in enumerate(pieces):
-            if axis in axes:
-                copies_at.append(len(shape) + 1)
-                shape += [piece.length // piece.block, piece.factor, piece.block]
-            else:
-                shape.append(piece.length * piece.factor)
-        copies = tensor[wide_slices].view(shape)
-        count = math.prod(shape[axis] for axis in copies_at)
-        if count == 1:
-            copies.zero_()
-        else:
-            copies.sub_(copies.mean(copies_at, keepdim=True)).div_(math.sqrt(1 - 1 / count))
+    sizes = [(size, 1, 1) for size in tensor.shape]
+    for axis in axes:
+        length, block, factor = layouts[axis][0]
+        sizes[axis] = (length // block, factor, block)
+    copies = tensor.view([size for each in sizes for size in each])
+    count = math.prod(factor for _, factor, _ in sizes)
+    if count == 1:
+        copies.zero_()
+    else:
+        copies.sub_(copies.mean([3 * axis + 1 for axis in axes], keepdim=True)).div_(math.sqrt(1 - 1 / count))
 
 
 def _centre_by_index_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) -> None:
-    """The same for axes of many pieces, with temporaries."""
-    mean = tensor
-    count = tensor.new_ones([1] * tensor.ndim)
+    """The same for axes of several pieces, with temporaries."""
+    mean, count = tensor, tensor.new_ones([1] * tensor.ndim)
     for axis in axes:
-        index = source_index(layouts[axis]).to(tensor.device)
-        copies = torch.bincount(index).to(tensor)
-        sums_shape = [len(copies) if other == axis else size for other, size in enumerate(mean.shape)]
-        shape = [-1 if other == axis else 1 for other in range(tensor.ndim)]
-        sums = mean.new_zeros(sums_shape).index_add_(axis, index, mean)
-        mean = (sums / copies.view(shape)).index_select(axis, index)
-        count = count * copies[index].view(shape)
+        layout = layouts[axis]
+        index, copy = source_index(layout).to(tensor.device), copy_index(layout).to(tensor.device)
+        copies = copies_of_entries(layout).to(tensor).view([-1 if i == axis else 1 for i in range(tensor.ndim)])
+        sums = mean.new_zeros([narrow_length(layout) if i == axis else n for i, n in enumerate(mean.shape)])
+        for number in range(int(copy.max()) + 1):  # one copy after another, so that the order of the sum is the same
+            places = (copy == number).nonzero().flatten()
+            sums.index_add_(axis, index[places], mean.index_select(axis, places))
+        mean, count = sums.index_select(axis, index) / copies, count * copies
     tensor.sub_(mean)
     # of an entry with a single copy nothing is left
     tensor.mul_(torch.where(count > 1, (1 - 1 / count).rsqrt(), 0.0))
-
-
-def _cells(
-    layouts: Sequence[Layout], scales: Sequence[Sequence[float]]
-) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...], tuple[Piece, ...], float]]:
-    """The grid of pieces: slices of source and target, the piece along each axis, and the product of their scales."""
-    axes = []
-    for layout, axis_scales in zip(layouts, scales, strict=True):
-        rows, at, to = [], 0, 0
-        for piece, scale in zip(layout, axis_scales, strict=True):
-            end, stop = at + piece.length, to + piece.length * piece.factor
-            rows.append((slice(at, end), slice(to, stop), piece, scale))
-            at, to = end, stop
-        axes.append(rows)
-    for cell in product(*axes):
-        scale = 1.0
-        for row in cell:
-            scale *= row[3]
-        yield tuple(r[0] for r in cell), tuple(r[1] for r in cell), tuple(r[2] for r in cell), scale
 
 
 Role = Literal["matrix", "transposed_matrix", "vector", "readout", "mu_readout", "scalar"]
@@ -419,12 +349,9 @@ class Growth:
         scales = (table.scale_of_axis(axis.side, axis.reference, axis.reference) for axis in self.axes)
         return table.deeper(table.rescaled(table.product(scales), self.rescale), self.branch, self.layers)
 
-    def by_piece(self, column: Literal["weight", "gradient"]) -> list[list[float]]:
-        """What the entries of each piece of each axis are multiplied by, without `rescale`; for `axes.duplicate_`."""
-        return [
-            [getattr(table.scale_of_axis(axis.side, piece.factor, axis.reference), column) for piece in axis.pieces]
-            for axis in self.axes
-        ]
+    def factors(self, column: Literal["weight", "gradient"]) -> list[Any]:
+        """What wide entries are multiplied by along each axis, without `rescale`; for `duplicate_`."""
+        return [getattr(axis.scale, column) for axis in self.axes]
 
     @property
     def shift(self) -> float:

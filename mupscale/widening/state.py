@@ -128,21 +128,6 @@ def table_rates(growth: Growth) -> Sized:
     return Sized(growth.scale, growth.narrow_shape, growth.wide_shape)
 
 
-def continued_groups(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, rates_of: RatesOf = table_rates
-) -> list[Group]:
-    """The parameter groups that continue `narrow_opt` on the wide model, its hyperparameters rescaled."""
-    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers)
-    names = names_by_id(narrow)
-    wide_named = dict(wide.named_parameters())
-
-    def target(parameter: Tensor) -> tuple[Tensor, Sized]:
-        entry = plan.parameters[names[id(parameter)]]
-        return wide_named[entry.name], rates_of(entry)
-
-    return split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
-
-
 _NOT_CONTINUED = ("lr", "foreach", "fused", "capturable", "differentiable")
 """Keys of a group that are no hyperparameters, and the rate, which depends on the schedule too."""
 
@@ -174,26 +159,6 @@ def _agree(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _continued(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, rates_of: RatesOf
-) -> Iterator[tuple[int, Group, str, Tensor, Scaling]]:
-    """Of each parameter: its narrow group, its name, the wide one, and what its hyperparameters are multiplied by."""
-    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers)
-    names, rule, wide_named = names_by_id(narrow), rule_of(narrow_opt), dict(wide.named_parameters())
-    for index, group in enumerate(narrow_opt.param_groups):
-        for parameter in group["params"]:
-            entry = plan.parameters[names[id(parameter)]]
-            yield index, group, entry.name, wide_named[entry.name], rule.scale(group, rates_of(entry))
-
-
-def sources_of(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, rates_of: RatesOf = table_rates
-) -> dict[int, Source]:
-    """Which group of `narrow_opt` each wide parameter continues, and by which factor of the rate; by its identity."""
-    rows = _continued(plan, narrow, narrow_opt, wide, rates_of)
-    return {id(target): Source(index, scaling.lr) for index, _, _, target, scaling in rows}
-
-
 def refuse_uneven_groups(continued: list[Group], wide: nn.Module, wide_opt: Optimizer) -> None:
     """Raises a UserError for a group of `wide_opt` with parameters that need different hyperparameters to continue."""
     source_of = {id(parameter): group for group in continued for parameter in group["params"]}
@@ -221,129 +186,10 @@ def _first_difference(one: Group, other: Group) -> str | None:
     return None
 
 
-def continued_optimizer(
-    plan: Plan,
-    narrow: nn.Module,
-    narrow_opt: Optimizer,
-    wide: nn.Module,
-    *,
-    state: StateRule = "carry",
-    rates_of: RatesOf = table_rates,
-) -> Optimizer:
-    """A new optimizer of the same class over the wide parameters, with those groups."""
-    groups = continued_groups(plan, narrow, narrow_opt, wide, rates_of)
-    optimizer = type(narrow_opt)(groups, **settings_of(narrow_opt))
-    if state != "reset":
-        optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
-    return optimizer
-
-
-def off_the_rule(
-    plan: Plan,
-    narrow: nn.Module,
-    narrow_opt: Optimizer,
-    wide: nn.Module,
-    wide_opt: Optimizer,
-    rates_of: RatesOf = table_rates,
-) -> list[str]:
-    """A note on each hyperparameter that does not follow from `narrow_opt`, other than by one common factor."""
-    group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
-    ratios: dict[str, dict[float, str]] = {"lr": {}, "eps": {}, "weight_decay": {}}
-    for _, group, name, target, scaling in _continued(plan, narrow, narrow_opt, wide, rates_of):
-        wide_group = group_of.get(id(target), {})
-        for key, factor in scaling._asdict().items():
-            if is_nonzero(group.get(key)) and is_nonzero(wide_group.get(key)):
-                ratio = float(wide_group[key]) / (float(group[key]) * factor)
-                ratios[key].setdefault(float(f"{ratio:.6g}"), name)
-    return [
-        f"wide_opt: {key} is {' and '.join(f'{ratio:g} times (of {name})' for ratio, name in found.items())} what "
-        "continues the narrow run, so the ratio differs between parameters. Scale it with apply_mup, or pass "
-        "wide_opt=None"
-        for key, found in ratios.items()
-        if len(found) > 1
-    ]
-
-
 def settings_of(optimizer: Optimizer) -> dict[str, Any]:
     """The arguments its constructor takes, from its defaults."""
     accepted = inspect.signature(type(optimizer)).parameters
     return {key: copy.copy(value) for key, value in optimizer.defaults.items() if key in accepted}
-
-
-def check_transfer(
-    plan: Plan,
-    narrow: nn.Module,
-    narrow_opt: Optimizer,
-    wide: nn.Module,
-    wide_opt: Optimizer | None,
-    *,
-    state: StateRule = "carry",
-) -> None:
-    """Raises UserError, before anything is written, where `narrow_opt` cannot be continued on the wide model."""
-    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers, copies_state=state == "carry")
-    rule = rule_of(narrow_opt)
-    refuse_bad_levels(narrow_opt)
-    if state == "reset_new_copies":
-        check_own_count(narrow_opt)
-    names = names_by_id(narrow)
-    for group in narrow_opt.param_groups:
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
-                raise UserError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the narrow "
-                    "model: it belongs to another model, or to a copy of this one. Pass the optimizer built over "
-                    "narrow.parameters()"
-                )
-            if plan.parameters[name].mixed and not rule.entrywise:
-                raise UserError(
-                    f"parameter {name!r} needs a learning rate for each entry, which {type(narrow_opt).__name__} does "
-                    "not support; give it to AdamW in a second optimizer"
-                )
-            if plan.parameters[name].inserted and parameter not in narrow_opt.state:
-                continue  # it begins anew, with nothing to continue
-            _check_state(name, parameter, narrow_opt.state.get(parameter, {}), group, rule)
-    strangers = {id(p) for p in narrow_opt.state} - {id(p) for g in narrow_opt.param_groups for p in g["params"]}
-    if strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in narrow_opt.state if id(p) in strangers)
-        raise UserError(
-            f"the optimizer has state for parameters (of shape {shapes}) that are in none of its groups: remove the "
-            "state, or add them to a group"
-        )
-    refuse_non_finite_state(narrow, narrow_opt)
-    if wide_opt is None:
-        try:
-            inspect.signature(type(narrow_opt)).bind([], **settings_of(narrow_opt))
-        except TypeError as error:
-            raise UserError(
-                f"{type(narrow_opt).__name__} cannot be built from its defaults ({error}): give wide_opt yourself"
-            ) from None
-        return
-    if type(wide_opt) is not type(narrow_opt):
-        raise UserError(
-            f"the state of {type(narrow_opt).__name__} cannot move into {type(wide_opt).__name__}; give the wide model "
-            "the same class"
-        )
-    held = {id(parameter) for group in wide_opt.param_groups for parameter in group["params"]}
-    wide_named = dict(wide.named_parameters())
-    unknown = held - {id(parameter) for parameter in wide_named.values()}
-    if unknown:
-        raise UserError("wide_opt holds parameters that are not in the wide model: build it over wide.parameters()")
-    for group in narrow_opt.param_groups:
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            if id(wide_named[name]) in held or not parameter.requires_grad:
-                continue
-            if not wide_named[name].requires_grad:
-                raise UserError(
-                    f"parameter {name!r} is trained in the narrow model, but frozen in the wide one, and wide_opt does "
-                    "not hold it. Freeze the same parameters in both models, before the optimizers are made"
-                )
-            if narrow_opt.state.get(parameter):
-                raise UserError(
-                    f"parameter {name!r} has optimizer state, but wide_opt does not hold it: build it over all "
-                    "parameters"
-                )
 
 
 def refuse_bad_levels(optimizer: Optimizer) -> None:
@@ -357,112 +203,228 @@ def refuse_bad_levels(optimizer: Optimizer) -> None:
                     refuse_unless_level(f"{key} of {type(optimizer).__name__}", number)
 
 
-def transfer_state(
-    plan: Plan,
-    narrow: nn.Module,
-    narrow_opt: Optimizer,
-    wide: nn.Module,
-    wide_opt: Optimizer,
-    *,
-    consume: bool,
-    state: StateRule,
-    rewarm_steps: int,
-    scale_of: Callable[[Growth], Scale],
-    to_copies: bool,
-) -> None:
-    """Moves state by name and state rule, freeing it by `consume`; without `to_copies`, to first copies only."""
-    given = narrow_opt
-    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers, copies_state=state == "carry")
-    if consume and narrow_opt is not given:
-        given.state.clear()  # the stand-in has it
-    if state == "reset":
-        if consume:
-            narrow_opt.state.clear()
-        begin_state_(wide_opt)
-        set_records(wide, wide_opt, {})
-        return
-    set_records(wide, wide_opt, births_of(plan, narrow, narrow_opt, state, rewarm_steps))
-    wide_named = dict(wide.named_parameters())
-    names = names_by_id(narrow)
-    for group in narrow_opt.param_groups:
-        for parameter in group["params"]:  # what wide_opt may hold from before is of another run
-            wide_opt.state.pop(wide_named[names[id(parameter)]], None)
-    group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
-    rule = rule_of(narrow_opt)
-    for name, source in narrow.named_parameters():
-        target = wide_named[name]
-        if source not in narrow_opt.state or id(target) not in group_of:
-            continue
-        narrow_state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
-        moved = {}
-        for key in list(narrow_state):
-            value = narrow_state.pop(key) if consume else narrow_state[key]
-            entry = plan.parameters[name]
-            scale = table.state(scale_of(entry), rule.state.get(key, 0))
-            moved[key] = _moved(key, value, entry, scale, source, target, group_of[id(target)], rule)
-            if key in rule.state and not to_copies and isinstance(value, Tensor):
-                with whole(moved[key]) as copies:
-                    duplicate_(copies, gathered(value), entry.layouts, scale=scale)
-                    copies.masked_fill_(new_copies(entry).to(copies.device), 0.0)
-            del value
-        wide_opt.state[target] = moved
-    if state == "reset_new_copies":
-        _reset_new_copies(plan, wide_named, wide_opt, rule)
-    _begin_inserted(plan, wide_named, wide_opt)
+class Continuation:
+    """How an optimizer of the narrow model continues on the wide one."""
 
+    def __init__(
+        self,
+        plan: Plan,
+        narrow: nn.Module,
+        optimizer: Optimizer,
+        wide: nn.Module,
+        rates_of: RatesOf = table_rates,
+        state: StateRule = "carry",
+    ) -> None:
+        self.plan, self.wide, self.rates_of, self.state = plan, wide, rates_of, state
+        self.given = optimizer
+        copies_state = state == "carry"
+        self.narrow, self.optimizer = standing_in(narrow, optimizer, wide, plan.layers, copies_state=copies_state)
+        self.names, self.rule = names_by_id(self.narrow), rule_of(optimizer)
+        self.targets = dict(wide.named_parameters())
 
-def _begin_inserted(plan: Plan, wide_named: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
-    """Gives parameters of new layers without state what an optimizer has before its first step (Adagrad: its sum)."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    new = [wide_named[name] for name in plan.new_parameters if id(wide_named[name]) in held]
-    new = [parameter for parameter in new if parameter not in optimizer.state]
-    if new:
-        begun = type(optimizer)(new, **settings_of(optimizer))
-        optimizer.state.update({parameter: begun.state[parameter] for parameter in new if parameter in begun.state})
-        begin_state_(optimizer)
+    def _rows(self) -> Iterator[tuple[Group, Tensor, Growth]]:
+        """The parameters of the optimizer, each with its group and its growth."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter, self.plan.parameters[self.names[id(parameter)]]
 
+    def groups(self) -> list[Group]:
+        """The parameter groups over the wide model, hyperparameters rescaled."""
 
-def births_of(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, state: StateRule = "carry", rewarm_steps: int = 0
-) -> dict[str, tuple[Rows, Rewarm]]:
-    """The births of new copies in the wide model, by parameter name: those of earlier growths, and of this one."""
-    old_records, names = step_records(narrow_opt), names_by_id(narrow)
-    answer: dict[str, tuple[Rows, Rewarm]] = {}
-    for group in narrow_opt.param_groups:
-        for parameter in group["params"]:
-            old, growth = old_records.get(id(parameter), Record()), plan.parameters[names[id(parameter)]]
-            if state == "reset_new_copies" and growth.inserted and parameter.ndim:  # it counts from zero
+        def target(parameter: Tensor) -> tuple[Tensor, Sized]:
+            entry = self.plan.parameters[self.names[id(parameter)]]
+            return self.targets[entry.name], self.rates_of(entry)
+
+        return split_groups(self.optimizer.param_groups, self.rule, target)
+
+    def sources(self) -> dict[int, Source]:
+        """Which narrow group each wide parameter continues, and by which factor of the rate; by its identity."""
+        answer = {}
+        index = {id(group): number for number, group in enumerate(self.optimizer.param_groups)}
+        for group, _, entry in self._rows():
+            factor = self.rule.scale(group, self.rates_of(entry)).lr
+            answer[id(self.targets[entry.name])] = Source(index[id(group)], factor)
+        return answer
+
+    def new_optimizer(self) -> Optimizer:
+        """A new optimizer of the same class over the wide parameters, with those groups."""
+        optimizer = type(self.given)(self.groups(), **settings_of(self.given))
+        if self.state != "reset":
+            optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
+        return optimizer
+
+    def off_the_rule(self, wide_opt: Optimizer) -> list[str]:
+        """A note on each hyperparameter that does not follow from the narrow one, other than by one common factor."""
+        group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
+        ratios: dict[str, dict[float, str]] = {"lr": {}, "eps": {}, "weight_decay": {}}
+        for group, _, entry in self._rows():
+            wide_group = group_of.get(id(self.targets[entry.name]), {})
+            for key, factor in self.rule.scale(group, self.rates_of(entry))._asdict().items():
+                if is_nonzero(group.get(key)) and is_nonzero(wide_group.get(key)):
+                    ratio = float(wide_group[key]) / (float(group[key]) * factor)
+                    ratios[key].setdefault(float(f"{ratio:.6g}"), entry.name)
+        return [
+            f"wide_opt: {key} is {' and '.join(f'{ratio:g} times (of {name})' for ratio, name in found.items())} what "
+            "continues the narrow run, so the ratio differs between parameters. Scale it with apply_mup, or pass "
+            "wide_opt=None"
+            for key, found in ratios.items()
+            if len(found) > 1
+        ]
+
+    def check(self, wide_opt: Optimizer | None) -> None:
+        """Raises UserError, before anything is written, where the optimizer cannot be continued on the wide model."""
+        optimizer = self.optimizer
+        kind = type(optimizer).__name__
+        refuse_bad_levels(optimizer)
+        if self.state == "reset_new_copies":
+            check_own_count(optimizer)
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if id(parameter) not in self.names:
+                raise UserError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the narrow "
+                    "model: it belongs to another model, or to a copy of this one. Pass the optimizer built over "
+                    "narrow.parameters()"
+                )
+        for group, parameter, entry in self._rows():
+            if entry.mixed and not self.rule.entrywise:
+                raise UserError(
+                    f"parameter {entry.name!r} needs a learning rate for each entry, which {kind} does not support; "
+                    "give it to AdamW in a second optimizer"
+                )
+            if entry.inserted and parameter not in optimizer.state:
+                continue  # it begins anew, with nothing to continue
+            _check_state(entry.name, parameter, optimizer.state.get(parameter, {}), group, self.rule)
+        strangers = {id(p) for p in optimizer.state} - {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if strangers:
+            shapes = ", ".join(str(tuple(p.shape)) for p in optimizer.state if id(p) in strangers)
+            raise UserError(
+                f"the optimizer has state for parameters (of shape {shapes}) that are in none of its groups: remove "
+                "the state, or add them to a group"
+            )
+        refuse_non_finite_state(self.narrow, optimizer)
+        if wide_opt is not None:
+            self._check_pair(wide_opt)
+            return
+        try:
+            inspect.signature(type(optimizer)).bind([], **settings_of(optimizer))
+        except TypeError as error:
+            raise UserError(f"{kind} cannot be built from its defaults ({error}): give wide_opt yourself") from None
+
+    def _check_pair(self, wide_opt: Optimizer) -> None:
+        if type(wide_opt) is not type(self.optimizer):
+            raise UserError(
+                f"the state of {type(self.optimizer).__name__} cannot move into {type(wide_opt).__name__}; give the "
+                "wide model the same class"
+            )
+        held = {id(parameter) for group in wide_opt.param_groups for parameter in group["params"]}
+        unknown = held - {id(parameter) for parameter in self.targets.values()}
+        if unknown:
+            raise UserError("wide_opt holds parameters that are not in the wide model: build it over wide.parameters()")
+        for _, parameter, entry in self._rows():
+            target = self.targets[entry.name]
+            if id(target) in held or not parameter.requires_grad:
+                continue
+            if not target.requires_grad:
+                raise UserError(
+                    f"parameter {entry.name!r} is trained in the narrow model, but frozen in the wide one, and "
+                    "wide_opt does not hold it. Freeze the same parameters in both models, before the optimizers are "
+                    "made"
+                )
+            if self.optimizer.state.get(parameter):
+                raise UserError(
+                    f"parameter {entry.name!r} has optimizer state, but wide_opt does not hold it: build it over all "
+                    "parameters"
+                )
+
+    def transfer(
+        self,
+        wide_opt: Optimizer,
+        *,
+        consume: bool,
+        rewarm_steps: int,
+        scale_of: Callable[[Growth], Scale],
+        to_copies: bool,
+    ) -> None:
+        """Moves state by name and state rule, freeing it by `consume`; without `to_copies`, to first copies only."""
+        narrow_opt, rule = self.optimizer, self.rule
+        if consume and narrow_opt is not self.given:
+            self.given.state.clear()  # the stand-in has it
+        if self.state == "reset":
+            if consume:
+                narrow_opt.state.clear()
+            begin_state_(wide_opt)
+            set_records(self.wide, wide_opt, {})
+            return
+        set_records(self.wide, wide_opt, self.births(rewarm_steps))
+        for _, _, entry in self._rows():  # what wide_opt may hold from before is of another run
+            wide_opt.state.pop(self.targets[entry.name], None)
+        group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
+        for name, source in self.narrow.named_parameters():
+            target, entry = self.targets[name], self.plan.parameters[name]
+            if source not in narrow_opt.state or id(target) not in group_of:
+                continue
+            narrow_state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
+            moved = {}
+            for key in list(narrow_state):
+                value = narrow_state.pop(key) if consume else narrow_state[key]
+                scale = table.state(scale_of(entry), rule.state.get(key, 0))
+                moved[key] = _moved(key, value, entry, scale, source, target, group_of[id(target)], rule)
+                if key in rule.state and not to_copies and isinstance(value, Tensor):
+                    with whole(moved[key]) as copies:
+                        duplicate_(copies, gathered(value), entry.layouts, scale=scale)
+                        copies.masked_fill_(new_copies(entry).to(copies.device), 0.0)
+                del value
+            wide_opt.state[target] = moved
+        if self.state == "reset_new_copies":
+            self._reset_new_copies(wide_opt)
+        self._begin_inserted(wide_opt)
+
+    def _begin_inserted(self, optimizer: Optimizer) -> None:
+        """Gives parameters of new layers without state what an optimizer has before its first step (Adagrad)."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        new = [self.targets[name] for name in self.plan.new_parameters if id(self.targets[name]) in held]
+        new = [parameter for parameter in new if parameter not in optimizer.state]
+        if new:
+            begun = type(optimizer)(new, **settings_of(optimizer))
+            optimizer.state.update({parameter: begun.state[parameter] for parameter in new if parameter in begun.state})
+            begin_state_(optimizer)
+
+    def births(self, rewarm_steps: int = 0) -> dict[str, tuple[Rows, Rewarm]]:
+        """The births of new copies in the wide model, by parameter name: of earlier growths, and of this one."""
+        old_records = step_records(self.optimizer)
+        answer: dict[str, tuple[Rows, Rewarm]] = {}
+        resets = self.state == "reset_new_copies"
+        for _, parameter, growth in self._rows():
+            old = old_records.get(id(parameter), Record())
+            if resets and growth.inserted and parameter.ndim:  # it counts from zero
                 answer[growth.name] = ((0, (0.0,) * growth.wide_shape[0]),), ((0.0, rewarm_steps),)
                 continue
-            begins_anew = state == "reset_new_copies" and growth.grows
-            now = float(narrow_opt.state.get(parameter, {}).get("step", 0)) if begins_anew else None
+            begins_anew = resets and growth.grows
+            now = float(self.optimizer.state.get(parameter, {}).get("step", 0)) if begins_anew else None
             if begins_anew or old.births:
                 rewarm = old.rewarm if now is None else (*old.rewarm, (now, rewarm_steps))
                 answer[growth.name] = grown_births(old, growth, now), rewarm
-    return answer
+        return answer
 
-
-def _reset_new_copies(
-    plan: Plan, wide_named: dict[str, nn.Parameter], wide_opt: Optimizer, rule: OptimizerRule
-) -> None:
-    name_of = {id(parameter): name for name, parameter in wide_named.items()}
-    for group in wide_opt.param_groups:
-        for parameter in group["params"]:
-            growth = plan.parameters[name_of[id(parameter)]]
-            state = wide_opt.state.get(parameter, {})
-            if not growth.grows and not growth.inserted:
-                continue
-            if not rule.counts_steps:
-                state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                wide_opt.state[parameter] = state
-            if growth.inserted:
-                continue
-            mask = torch.empty_like(parameter, dtype=torch.bool, memory_format=torch.preserve_format)
-            with whole(mask) as new:
-                new.copy_(new_copies(growth))
-            for key in rule.state.keys() & state.keys():
-                if isinstance(state[key], Tensor):
-                    state[key].masked_fill_(mask, group.get(INITIAL_VALUE, 0.0))
+    def _reset_new_copies(self, wide_opt: Optimizer) -> None:
+        names = names_by_id(self.wide)
+        for group in wide_opt.param_groups:
+            for parameter in group["params"]:
+                growth = self.plan.parameters[names[id(parameter)]]
+                state = wide_opt.state.get(parameter, {})
+                if not growth.grows and not growth.inserted:
+                    continue
+                if not self.rule.counts_steps:
+                    state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                    wide_opt.state[parameter] = state
+                if growth.inserted:
+                    continue
+                mask = torch.empty_like(parameter, dtype=torch.bool, memory_format=torch.preserve_format)
+                with whole(mask) as new:
+                    new.copy_(new_copies(growth))
+                for key in self.rule.state.keys() & state.keys():
+                    if isinstance(state[key], Tensor):
+                        state[key].masked_fill_(mask, group.get(INITIAL_VALUE, 0.0))
 
 
 def _moved(

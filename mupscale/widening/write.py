@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from mupscale._torch import use_count
 from mupscale.errors import UserError
 from mupscale.sharding import is_sharded, largest_of_ranks, local_part
 from mupscale.widening import table
-from mupscale.widening.growth import Growth, by_entry, duplicate, duplicate_
+from mupscale.widening.growth import Growth, copies_of_entries, duplicate, duplicate_, source_index
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import Record, Records, names_by_id, records_of, restore_infshapes, store_records
 from mupscale.widening.table import Scale, Side
@@ -32,30 +31,15 @@ from mupscale.widening.table import Scale, Side
 
 def widen_(target: Tensor, source: Tensor, growth: Growth, rows: slice | None = None, first: int = 0) -> None:
     """Writes the widened weight into `target` (Table 1, first column); of some `rows` alone as `duplicate_`."""
-    _duplicate_scaled_(target, source, growth, "weight", rows, first)
+    duplicate_(target, source, growth.layouts, growth.factors("weight"), growth.rescale, rows, first)
     if growth.shift:
         target.add_(growth.shift)
 
 
 def widen_gradient_(target: Tensor, source: Tensor, growth: Growth) -> None:
     """Writes the gradient that a widened weight has where the narrow one has `source`."""
-    _duplicate_scaled_(target, source, growth, "gradient")
-
-
-def _duplicate_scaled_(
-    target: Tensor,
-    source: Tensor,
-    growth: Growth,
-    column: Literal["weight", "gradient"],
-    rows: slice | None = None,
-    first: int = 0,
-) -> None:
-    rescale = getattr(table.deeper(table.rescaled(table.NOTHING, growth.rescale), growth.branch, 1), column)
-    duplicate_(target, source, growth.layouts, growth.by_piece(column), rescale, rows, first)
-    for number, axis in enumerate(growth.axes):
-        if axis.shares and axis.relative_side == ("in" if column == "weight" else "out"):
-            shares = axis.shares[rows] if number == 0 and rows is not None else axis.shares
-            target.mul_(target.new_tensor(shares).view([-1 if i == number else 1 for i in range(target.ndim)]))
+    own = table.deeper(table.rescaled(table.NOTHING, growth.rescale), growth.branch, 1)
+    duplicate_(target, source, growth.layouts, growth.factors("gradient"), own.gradient)
 
 
 def materialise_(parameter: nn.Parameter, device: torch.device) -> None:
@@ -152,8 +136,9 @@ def _entries(entry: Growth, old: Record) -> tuple[tuple[int, Side, tuple[float, 
     earlier = {axis: torch.tensor(row, dtype=torch.float64) for axis, _, row in old.entries}
     answer = []
     for number, axis in enumerate(entry.axes):
-        copies = [piece.factor / axis.reference for piece in axis.pieces]
-        now = duplicate(by_entry(axis.pieces, copies) * earlier.get(number, 1.0), [axis.pieces])
+        now = copies_of_entries(axis.pieces) / axis.reference
+        if number in earlier:
+            now = now * earlier[number][source_index(axis.pieces)]
         if axis.shares:
             now = now / now.new_tensor(axis.shares)
         if axis.side and not bool((now == 1).all()):

@@ -54,10 +54,7 @@ OFTEN = [(name, *PAIRS[row % len(PAIRS)]) for row, name in enumerate([*list(MODE
 """Every second model, the experts, and each pair of a factor and an optimizer."""
 
 
-@pytest.mark.parametrize(
-    ("name", "factor", "kind"),
-    slow_except(CELLS, kept=OFTEN),
-)
+@pytest.mark.parametrize(("name", "factor", "kind"), slow_except(CELLS, kept=OFTEN))
 def test_what_is_found_trains_exactly(name: str, factor: int, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     build, inputs = MODELS[name]
@@ -231,28 +228,6 @@ def test_outputs_that_are_nan_are_refused(least: float) -> None:
     narrow, wide = pair(lambda width: Rates(width, least, scaled=True), 2)
     with pytest.raises(UserError, match=r"discover: .* NaN or infinite.*cannot be compared"):
         mupscale.discover(narrow, wide, lambda model: model(inputs))
-
-
-class Hypernetwork(nn.Module):
-    """Makes a weight: one axis grows as the product of two widths."""
-
-    def __init__(self, width: int, other: int) -> None:
-        super().__init__()
-        self.shape = other, width
-        self.code = nn.Parameter(torch.randn(2))
-        self.first, self.make, self.last = nn.Linear(5, width), nn.Linear(2, width * other), nn.Linear(other, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(F.linear(torch.tanh(self.first(x)), self.make(self.code).view(self.shape))))
-
-
-def test_an_axis_that_is_a_product_of_widths_is_carried_over() -> None:
-    inputs = torch.randn(7, 5, dtype=torch.float64)
-    torch.manual_seed(0)
-    found = mupscale.discover(Hypernetwork(8, 10), Hypernetwork(16, 20), lambda model: model(inputs))
-    narrow, wide = Hypernetwork(40, 30).double(), Hypernetwork(80, 60).double()
-    mupscale.upscale(narrow, wide, hints=found.resolved(narrow, wide))
-    assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-10)
 
 
 class TwoStages(nn.Module):
@@ -466,3 +441,25 @@ def test_the_second_layer_of_both_directions_reads_them_side_by_side(kind: type[
     found = mupscale.discover(narrow, wide, lambda model: model(TOKENS))
     assert found.blocks["recurrent.weight_ih_l1"][1] == found.blocks["recurrent.weight_ih_l1_reverse"][1] == WIDTH
     assert drift_of_training(narrow, wide, found, TOKENS, torch.optim.AdamW) < 1e-10
+
+
+class Hypernetwork(nn.Module):
+    """Makes a weight: one axis grows as the product of two widths."""
+
+    def __init__(self, width: int, other: int) -> None:
+        super().__init__()
+        self.shape = other, width
+        self.code = nn.Parameter(torch.randn(2))
+        self.first, self.make, self.last = nn.Linear(5, width), nn.Linear(2, width * other), nn.Linear(other, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(F.linear(torch.tanh(self.first(x)), self.make(self.code).view(self.shape))))
+
+
+def test_an_axis_that_is_a_product_of_widths_is_carried_over() -> None:
+    inputs = torch.randn(7, 5, dtype=torch.float64)
+    torch.manual_seed(0)
+    found = mupscale.discover(Hypernetwork(8, 10), Hypernetwork(16, 20), lambda model: model(inputs))
+    narrow, wide = Hypernetwork(40, 30).double(), Hypernetwork(80, 60).double()
+    mupscale.upscale(narrow, wide, hints=found.resolved(narrow, wide))
+    assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-10)

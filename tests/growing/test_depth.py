@@ -1,7 +1,7 @@
 """Growth in depth: the function, the optimizer state, and which layer comes from where."""
 
 from collections.abc import Callable
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 import mupscale
 from mupscale.errors import UserError
 from mupscale.methods import Duplication
-from mupscale.methods.grow import grow
 from mupscale.widening.layers import layers_of
 
 torch.manual_seed(0)
@@ -133,19 +132,6 @@ def test_width_and_depth_commute(optimizer: Callable[[Any], Optimizer], depth: A
         assert isinstance(report.optimizer, Optimizer)
         losses.append(trained(wide, report.optimizer, 20))
     assert losses[1] == pytest.approx(losses[0], rel=1e-11)
-
-
-@pytest.mark.slow
-def test_interleaving_under_one_over_depth_is_nearer_the_deeper_the_model_is() -> None:
-    changes = []
-    for layers in (2, 4, 8, 16, 32):
-        narrow, _ = begun(lambda layers=layers: Net(8, layers, 2), steps=0)
-        wide = Net(8, 2 * layers, 2).double()
-        grow(narrow, wide, hints=mupscale.Hints(depth="interleave"))
-        changes.append(float(((run(wide) - run(narrow)).norm() / run(narrow).norm()).detach()))
-    assert all(after < before * 0.7 for before, after in pairwise(changes))
-    assert changes[0] < 0.1
-    assert changes[-1] < 5e-3
 
 
 def test_copies_continue_the_state_of_their_source_by_the_branch_ratio() -> None:
@@ -377,27 +363,6 @@ def test_mup_follows_the_branch_multiplier_at_any_depth_of_the_base() -> None:
         eps = {name: group["eps"] for group in optimizer.param_groups for name in names_in(model, group)}
         assert eps["layers.5.up.weight"] == pytest.approx(1e-8 / 2 / 4)
         assert eps["enter.weight"] == pytest.approx(1e-8 / 2)
-
-
-def test_mup_models_grow_in_depth() -> None:
-    def build(width: int, layers: int) -> nn.Module:
-        net = Net(width, layers, 2).double()
-        net.leave = mupscale.Readout(width, 3).double()
-        return mupscale.set_base_shapes(net, _with_readout(8, 2), _with_readout(4, 2))
-
-    def _with_readout(width: int, layers: int) -> nn.Module:
-        net = Net(width, layers, 2).double()
-        net.leave = mupscale.Readout(width, 3).double()
-        return net
-
-    for depth in ("identity", "interleave"):
-        torch.manual_seed(1)
-        narrow, wide = build(8, 2), build(16, 4)
-        before, after = (mupscale.apply_mup(AdamW(m.parameters(), lr=1e-2), m) for m in (narrow, wide))
-        trained(narrow, before, 5)
-        mupscale.upscale(narrow, wide, before, after, call=run, depth=depth)
-        assert depth == "interleave" or (run(wide) - run(narrow)).abs().max() <= 1e-12
-        assert trained(wide, after, 5)[-1] > 0
 
 
 def shared() -> nn.Module:

@@ -9,7 +9,7 @@ from mupscale.errors import UserError
 from mupscale.hf import widened_folder
 from mupscale.hf.folder import as_bytes, new_file, split_into_files, stored_tensors
 from mupscale.hf.names import GrowingTensor
-from mupscale.hf.widened_folder import Widening, check_file, row_chunks, wide_tensor, write_wide
+from mupscale.hf.widened_folder import FolderWriter, row_chunks
 from mupscale.methods import Duplication, HyperCloning
 from mupscale.methods.noise import AdditiveNoise, add_noise_
 from mupscale.widening.growth import Axis, Growth, Layout, Piece, evenly, narrow_length, source_index, wide_length
@@ -63,7 +63,7 @@ def test_a_streamed_tensor_is_the_tensor_widened_at_once(name, sides, dtype, tmp
     widen_(expected, narrow, entry)
     files = split_into_files(tmp_path, [("w", dtype, entry.wide_shape)], 10**9)
     counted: list[int] = []
-    write_wide(files, {"w": saved(tmp_path, narrow, entry)}, Widening(Duplication()), counted.append)
+    FolderWriter({"w": saved(tmp_path, narrow, entry)}, Duplication()).write(files, counted.append)
     assert torch.equal(load_file(files[0].path)["w"], expected)
     assert sum(counted) == 2 * expected.nbytes, "written, then checked"
 
@@ -77,9 +77,9 @@ def test_noise_and_methods_are_those_of_the_library(tmp_path) -> None:
     add_noise_(noisy, entry, noise, narrow, 3)
     method.widen_(diagonal, narrow, entry)
     tensor = saved(tmp_path, narrow, entry)
-    for widening, expected in ((Widening(Duplication(), noise, 3), noisy), (Widening(method), diagonal)):
-        assert not widening.by_rows(tensor)
-        assert torch.equal(wide_tensor(tensor, widening)[0], expected)
+    for writer, expected in ((FolderWriter({}, Duplication(), noise, 3), noisy), (FolderWriter({}, method), diagonal)):
+        assert not writer.by_rows(tensor)
+        assert torch.equal(writer.wide_tensor(tensor), expected)
 
 
 @pytest.mark.parametrize("noise", [None, AdditiveNoise(0.1)])
@@ -88,14 +88,14 @@ def test_a_file_that_changed_on_disk_is_found(noise, tmp_path) -> None:
     entry = planned(LAYOUTS["heads"], LAYOUTS["tiled"])
     tensors = {"w": saved(tmp_path, torch.ones(24, 24), entry)}
     files = split_into_files(tmp_path, [("w", torch.float32, entry.wide_shape)], 10**9)
-    widening = Widening(Duplication(), noise)
-    done = write_wide(files, tensors, widening, lambda count: None)
-    check_file(files[0], tensors, widening, done, lambda count: None)
+    writer = FolderWriter(tensors, Duplication(), noise)
+    writer.write(files, lambda count: None)
+    writer.check(files[0], lambda count: None)
     content = bytearray(files[0].path.read_bytes())
     content[-1001] ^= 1
     files[0].path.write_bytes(content)
     with pytest.raises(UserError, match="'w' is not what was written"):
-        check_file(files[0], tensors, widening, done, lambda count: None)
+        writer.check(files[0], lambda count: None)
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path) -> None:
@@ -107,7 +107,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path) -> None:
         entry = planned(LAYOUTS["tiled"], LAYOUTS["tiled"])
         files = split_into_files(folder, [("w", torch.float32, entry.wide_shape)], 10**9)
         with pytest.raises(UserError, match="'w' has NaN or infinite entries"):
-            write_wide(files, {"w": saved(folder, narrow, entry)}, Widening(Duplication()), lambda count: None)
+            FolderWriter({"w": saved(folder, narrow, entry)}, Duplication()).write(files, lambda count: None)
 
 
 def test_files_are_split_by_size_and_aligned(tmp_path) -> None:

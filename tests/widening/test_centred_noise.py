@@ -13,7 +13,6 @@ from bad_input import assert_refused, linear
 from torch import Tensor, nn
 
 import mupscale
-from mupscale.methods.grow import UpscaleReport
 from mupscale.methods.noise import Noise, save_constants
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
@@ -198,39 +197,6 @@ def test_centring_follows_the_layout():
 
 
 # --- the copies part
-
-
-def distance_of_copies(report: UpscaleReport, wide: nn.Module) -> float:
-    """How far biases and gains, which get no noise, are from the mean over their copies, relative to their size."""
-    apart, size = 0.0, 0.0
-    for name, entry in report.plan.parameters.items():
-        if entry.kind != "weight" and entry.grows:
-            (layout,) = entry.layouts
-            (piece,) = layout
-            copies = wide.get_parameter(name).detach().view(-1, piece.factor, piece.block)
-            apart += float((copies - copies.mean(1, keepdim=True)).square().sum())
-            size += float(copies.square().sum())
-    return math.sqrt(apart / size)
-
-
-def distance_after_50_steps(case: Case, noise: Noise | None) -> float:
-    narrow, wide = models(case, mup=False)
-    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.003)
-    report = mupscale.upscale(narrow, wide, optimizer, noise=noise, hints=mupscale.Hints(roles=case.plain_roles))
-    batches = [double(batch) for batch in case.batches()]
-    for step in range(50):
-        report.optimizer.zero_grad()
-        cross_entropy(wide, batches[step % len(batches)]).backward()
-        report.optimizer.step()
-    return distance_of_copies(report, wide)
-
-
-@pytest.mark.slow
-def test_copies_part_as_fast_as_under_plain_noise():
-    case = CASES["mlp"]
-    assert distance_after_50_steps(case, None) <= 1e-15
-    assert distance_after_50_steps(case, mupscale.AdditiveNoise(0.1)) == pytest.approx(0.085, rel=0.1)
-    assert distance_after_50_steps(case, mupscale.AdditiveNoise(0.1, centred=True)) == pytest.approx(0.077, rel=0.1)
 
 
 # --- the same noise again

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from bad_input import assert_refused, linear
-from nets import features, mlp, mup, train
+from nets import mlp, mup
 from torch import Tensor, nn
 
 import mupscale
@@ -43,33 +43,6 @@ def test_shares_depend_on_the_seed_and_the_spread():
     assert torch.equal(shares(seed=1), shares(seed=1))
     assert not torch.equal(shares(seed=1), shares(seed=2))
     assert (shares(spread=0.01) - 1 / 3).abs().max() < 0.01 < (shares() - 1 / 3).abs().max()
-
-
-def test_rates_follow_the_shares():
-    """With SGD lr_rc = lr · a_c / a_r."""
-    narrow, wide = mlp(4).double(), mlp(12).double()
-    report = mupscale.upscale(narrow, wide, torch.optim.SGD(narrow.parameters(), lr=0.1), method=Lemon())
-    before = wide.layers[1].weight.detach().clone()
-    columns = shares_of(narrow.layers[1].weight.detach(), before).flatten()
-    rows = shares_of(narrow.readout.weight.detach()[:1].expand(1, -1), wide.readout.weight.detach()[:1]).flatten()
-    for parameter in wide.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    report.optimizer.step()
-    update = before - wide.layers[1].weight.detach()
-    torch.testing.assert_close(update, 0.1 * columns[None, :] / rows[:, None])
-    bias = report.plan.parameters["layers.1.bias"]
-    assert bias.mixed
-
-
-def test_without_entrywise_rates_copies_part():
-    def distance(method: Lemon) -> float:
-        narrow, wide = mlp(4).double(), mlp(12).double()
-        report = mupscale.upscale(narrow, wide, torch.optim.AdamW(narrow.parameters(), lr=0.1), method=method)
-        train(wide, report.optimizer, features)
-        return float((wide.layers[0].weight[::3] - wide.layers[0].weight[1::3]).detach().abs().max())
-
-    assert distance(Lemon()) < 1e-12
-    assert distance(Lemon(hyperparameters="same")) > 1e-6
 
 
 def test_what_a_mup_readout_averages_over_is_split_equally():

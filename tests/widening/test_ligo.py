@@ -91,24 +91,6 @@ def test_the_rate_is_for_a_single_unit(width: int):
         assert step.max() == pytest.approx(0.5 / width, rel=1e-3)
 
 
-def test_whole_heads_are_mapped():
-    """A map is between heads, the same in all three sections of a fused QKV, and leaves the inside of a head alone."""
-    build = CASES["llama"].build
-    torch.manual_seed(0)
-    narrow, wide = build((4, 2, 12)).double(), build((8, 4, 36)).double()
-    data = [(torch.randint(30, (4, 8)), torch.randint(30, (4, 8)))]
-    method = LiGO(steps=2, lr=0.1)
-    method.fit(narrow, wide, data, cross_entropy)
-    plan = mupscale.upscale(narrow, wide, method=method).plan
-    out, _ = maps(method, plan.parameters["layers.0.k_proj.weight"], 0)
-    assert out.shape == (16, 8)
-    heads = out.view(4, 4, 2, 4)
-    assert not heads[:, 0, :, 1].any()
-    assert torch.equal(heads[:, 0, :, 0], heads[:, 3, :, 3])
-    grouped, _ = maps(method, plan.parameters["layers.0.o_proj.weight"], 1)
-    assert torch.equal(grouped.view(4, 8, 2, 8)[:, 0, :, 0], heads[:, 0, :, 0])
-
-
 def test_a_fit_changes_neither_model_nor_the_random_numbers():
     narrow, wide = CASES["resnet18"].build(2), CASES["resnet18"].build(4)
     with torch.device("meta"):
@@ -126,31 +108,6 @@ def test_a_fit_changes_neither_model_nor_the_random_numbers():
     methods[2].seed = 1
     methods[2].fit(narrow, wide, data, cross_entropy)
     assert methods[2].losses != methods[0].losses
-
-
-def test_what_is_random_in_a_fit_follows_its_seed():
-    def losses(seed: int) -> list[float]:
-        torch.manual_seed(seed)
-        method = LiGO(steps=3)
-        method.fit(narrow, wide, data, lambda model, batch: loss(model, batch) * torch.rand(()))
-        return method.losses
-
-    (narrow, wide), data = models(), batches()
-    assert losses(1) == losses(2)
-
-
-def test_processes_that_fit_together_have_one_gradient():
-    narrow, wide = models()
-    seen = []
-
-    def erased(gradient: Tensor) -> Tensor:
-        seen.append(gradient.shape)
-        return gradient * 0
-
-    method = fitted(LiGO(steps=2, lr=0.1), narrow, wide, average=erased)
-    assert len(seen) == 2 * 4  # out and inn of two groups
-    # a gradient of zero moves nothing
-    assert method.losses == pytest.approx([value(narrow, batch) for batch in batches()[:2]], rel=1e-12)
 
 
 # --- bad input
@@ -184,3 +141,14 @@ def test_maps_that_are_not_learned_or_of_other_models_are_refused_before_anythin
     assert_refused(lambda: (*models(), {"method": LiGO()}), ("LiGO: its maps are not learned yet", "method.fit"))
     method = fitted(LiGO(steps=1), *models())
     assert_refused(lambda: (*models(5), {"method": method}), ("LiGO: its maps were learned for other models",))
+
+
+def test_what_is_random_in_a_fit_follows_its_seed():
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        method = LiGO(steps=3)
+        method.fit(narrow, wide, data, lambda model, batch: loss(model, batch) * torch.rand(()))
+        return method.losses
+
+    (narrow, wide), data = models(), batches()
+    assert losses(1) == losses(2)

@@ -1,29 +1,19 @@
 """Growth methods: their maps, their weights, and what they refuse."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from bad_input import assert_refused, linear
 from method_maps import maps
-from nets import features, mlp, mup, train
+from nets import features, mlp, train
 from torch import Tensor, nn
 
 import mupscale
 from mupscale import methods
 from mupscale.errors import UserError
-from mupscale.methods import (
-    FPI,
-    Duplication,
-    GrowthMethod,
-    HyperCloning,
-    Lemon,
-    Net2Net,
-    ShrinkAndPad,
-    ZeroPadding,
-)
+from mupscale.methods import FPI, Duplication, GrowthMethod, HyperCloning, Lemon, Net2Net, ShrinkAndPad, ZeroPadding
 from mupscale.models.mlp import MLPNet
 
 METHODS: dict[str, Callable[[], GrowthMethod]] = {
@@ -110,39 +100,6 @@ def test_net2net_maps_at_random_and_by_its_seed():
     assert len(set(copies(1))) > 1
 
 
-@pytest.mark.parametrize("hyperparameters", ["table", "same"])
-def test_net2net_has_entrywise_rates_unless_they_stay(hyperparameters: Any):
-    narrow, wide = mlp(8).double(), mlp(24).double()
-    optimizer = torch.optim.SGD(narrow.parameters(), lr=0.1)
-    report = grown(Net2Net(hyperparameters=hyperparameters), narrow, wide, narrow_opt=optimizer)
-    before = wide.layers[1].weight.detach().clone()
-    for parameter in wide.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    report.optimizer.step()
-    update = before - wide.layers[1].weight.detach()
-    assert update.min() > 0
-    assert bool(update.max() > 1.1 * update.min()) == (hyperparameters == "table")
-
-
-def test_net2net_maps_what_a_mup_readout_averages_over():
-    """Its one multiplier is for the width as a whole; weights and rates make up for it."""
-    narrow, wide = mup(mlp, 8).double(), mup(mlp, 24).double()
-    entry = grown(Net2Net(), narrow, wide).plan.parameters["readout.weight"]
-    assert entry.mixed
-    copies = torch.tensor([piece.factor for piece in entry.layouts[1]])
-    expected = (narrow.readout.weight * 3 / copies).repeat_interleave(copies, 1)
-    torch.testing.assert_close(wide.readout.weight, expected, rtol=1e-15, atol=0)
-    check = mupscale.check_claim(
-        mup(mlp, 8),
-        mup(mlp, 24),
-        Net2Net(),
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        batches=[features() for _ in range(3)],
-        loss=lambda model, batch: model(batch).square().mean(),
-    )
-    assert check.holds, check
-
-
 def test_zero_padding_leaves_the_new_units_at_zero():
     narrow, wide = mlp(4), mlp(8)
     optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
@@ -185,18 +142,6 @@ def test_the_diagonal_connects_each_copy_to_its_own():
     assert torch.equal(wide.readout.weight, narrow.readout.weight.repeat_interleave(2, 1) / 2)
 
 
-def test_hyperparameters_as_published_stay():
-    narrow, wide = mlp(4), mlp(8)
-    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1, eps=1e-3, weight_decay=0.3)
-    train(narrow, optimizer, features)
-    report = grown(HyperCloning(), narrow, wide, narrow_opt=optimizer)
-    assert not report.optimizer.state
-    (group,) = report.optimizer.param_groups
-    assert (group["lr"], group["eps"], group["weight_decay"]) == (0.1, 1e-3, 0.3)
-    by_the_rules = grown(HyperCloning(hyperparameters="table"), narrow, wide, narrow_opt=optimizer)
-    assert {group["lr"] for group in by_the_rules.optimizer.param_groups} == {0.1, 0.05}
-
-
 # --- bad input
 
 
@@ -226,7 +171,6 @@ def pieces() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
         ),
         (two_layers(HyperCloning("noisy"), noise=mupscale.AdditiveNoise(0.1)), ("HyperCloning has noise of its own",)),
         (two_layers(Net2Net), ("method must be a growth method",)),
-        (two_layers(HyperCloning("noisy", decibels=float("nan"))), ("decibels must be a finite number, got nan",)),
         (pieces, ("ZeroPadding", "different factors", "Use Duplication")),
     ],
 )
@@ -242,6 +186,7 @@ def test_bad_input_is_refused_before_anything_is_written(build: Callable[[], Any
         (lambda: ShrinkAndPad(0.0), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got 0.0"),
         (lambda: ShrinkAndPad(1.1), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got 1.1"),
         (lambda: ShrinkAndPad(float("nan")), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got nan"),
+        (lambda: HyperCloning("noisy", float("nan")), "decibels must be a finite number of at least 0, got nan"),
         (lambda: HyperCloning("symmetrical"), "variant must be one of symmetric, diagonal, noisy; got 'symmetrical'"),
     ],
 )

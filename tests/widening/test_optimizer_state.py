@@ -3,15 +3,7 @@
 import pytest
 import torch
 from mup_optimizers import MuAdamW
-from nets import (
-    assert_same,
-    backward,
-    features,
-    mlp,
-    mup,
-    named_state,
-    train,
-)
+from nets import assert_same, backward, features, mlp, mup, named_state, train
 from torch import nn
 from torch.optim import Optimizer
 

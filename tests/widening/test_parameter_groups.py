@@ -1,11 +1,7 @@
 """Parameter groups across widths: split where their parameters scale differently, with settings and names kept."""
 
 import torch
-from nets import (
-    features,
-    mlp,
-    train,
-)
+from nets import features, mlp, train
 
 import mupscale
 

@@ -9,19 +9,14 @@ import pytest
 import torch
 from mup_optimizers import MuAdamW
 from nets import (
-    OPTIMIZERS,
     assert_same,
-    backward,
     features,
-    gpt2,
-    hyperparameters,
     mlp,
     mup,
     named_state,
     tokens,
     train,
 )
-from tiers import slow_except
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -162,44 +157,6 @@ def test_peak_memory():
 
 
 # --- one upscale after another
-
-TWICE = {
-    "mlp": (mlp, features),
-    "resnet18": (lambda w: ResNet18Net(w // 2, 5, readout_zero_init=False), lambda: torch.randn(4, 3, 8, 8)),
-    "mup_mlp": (lambda w: mup(mlp, w), features),
-    "wrapped_mlp": (lambda w: Wrap(mlp(w)), features),
-    "wrapped_mup_gpt2": (lambda w: Wrap(mup(gpt2, w, "constant")), tokens),
-}
-
-
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("case", slow_except(TWICE, "mlp", kept=["resnet18", "wrapped_mup_gpt2"]))
-def test_two_upscales_are_one(case: str, optimizer_name: str):
-    """×2 then ×3 is ×6: weights, state, hyperparameters, and the norm that clipping sees."""
-    build, inputs = TWICE[case]
-    torch.manual_seed(0)
-    narrow, between, twice, once = (build(width).double() for width in (4, 8, 24, 24))
-    narrow_opt = OPTIMIZERS[optimizer_name](narrow.parameters())
-    if "mup" in case:
-        mupscale.apply_mup(narrow_opt, narrow)
-    train(narrow, narrow_opt, inputs)
-    between_opt = mupscale.upscale(narrow, between, narrow_opt).optimizer
-    twice_opt = mupscale.upscale(between, twice, between_opt).optimizer
-    once_opt = mupscale.upscale(narrow, once, narrow_opt).optimizer
-    a, b = named_state(twice, twice_opt), named_state(once, once_opt)
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-12, atol=0)
-    assert hyperparameters(twice, twice_opt) == pytest.approx(hyperparameters(once, once_opt), rel=1e-12)
-
-    batch = inputs()
-    norms = []
-    for model in (narrow, between, twice, once):
-        backward(model, batch)
-        norms.append(mupscale.clip_grad_norm_(model, 0.01).item())
-    assert norms[1:] == pytest.approx([norms[0]] * 3, rel=1e-10)
-    for name, parameter in twice.named_parameters():  # clipped alike
-        torch.testing.assert_close(parameter.grad, once.get_parameter(name).grad, rtol=1e-9, atol=1e-15)
 
 
 # --- the same width, seeds, what is printed
