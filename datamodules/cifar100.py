@@ -8,7 +8,7 @@ import os
 import pickle
 import tarfile
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.datasets import CIFAR100 as Published
-from torchvision.datasets.utils import check_integrity, download_url
+from torchvision.datasets.utils import check_integrity
 
-from mupscale.datamodules.files import check_digest, reaching, read_npz, shared, temporary_folder, version_of
-from mupscale.datamodules.resident import ResidentLoader, TensorData, refuse_unfit_model
+from mupscale.datamodules.files import fetched, read_npz, shared, version_of
+from mupscale.datamodules.resident import ResidentLoader, TensorData, TensorSplit
 from mupscale.errors import UserError
 
 CLASSES, SIZE = 100, 32
@@ -47,10 +47,11 @@ class CIFAR100(TensorData):
         seed: The seed of the order of batches, crops and flips; by default that of `seed_everything`.
     """
 
+    classes = CLASSES
+
     def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int | None = None) -> None:
         super().__init__(batch_size, seed)
         self.data_dir = data_dir
-        self._table: Tensor | None = None
 
     def prepare_data(self) -> None:
         self._folder()
@@ -58,16 +59,12 @@ class CIFAR100(TensorData):
     def load(self, device: torch.device) -> None:
         folder = self._folder()
         key = type(self), version_of(_files(folder)), device
-        table, train_x, train_y, test_x, test_y = shared(key, lambda: _resident(folder, device))
-        self._table, self._train, self._held_out = table, (train_x, train_y), (test_x, test_y)
-
-    def refuse_model(self, arguments: Mapping[str, Any]) -> None:
-        refuse_unfit_model("CIFAR100", arguments, None, CLASSES)
+        self._data = shared(key, lambda: _resident(folder, device))
 
     def _loader(self, tensors: tuple[Tensor, ...], *, training: bool) -> ResidentLoader:
-        assert self._table is not None
+        assert self._data.table is not None
         kind = AugmentingLoader if training else NormalisingLoader
-        return kind(self._table, tensors, self.batch_size, **self.loader_options(training=training))
+        return kind(self._data.table, tensors, self.batch_size, **self.loader_options(training=training))
 
     def _folder(self) -> Path:
         """The folder with the data set, downloaded if necessary; raises a UserError if the download fails."""
@@ -79,8 +76,6 @@ class CIFAR100(TensorData):
 
 class NormalisingLoader(ResidentLoader):
     """Batches of normalised images, with labels if there are any."""
-
-    _rows_stand_alone = True
 
     def __init__(self, table: Tensor, tensors: tuple[Tensor, ...], batch_size: int, **options: Any) -> None:
         super().__init__(tensors, batch_size, **options)
@@ -96,8 +91,6 @@ class NormalisingLoader(ResidentLoader):
 
 class AugmentingLoader(NormalisingLoader):
     """Batches of normalised random crops of padded images, half of them mirrored, with labels."""
-
-    _rows_stand_alone = True
 
     def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         tops, lefts = torch.randint(OFFSETS, (2, rows), generator=generator)
@@ -150,13 +143,7 @@ def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
 def unpack(folder: Path) -> None:
     """Puts cifar-100-python into `folder`, from the archive in that folder or, if there is none, from the network."""
     archive = folder / Published.filename
-    with temporary_folder(folder) as temporary:
-        if archive.is_file():
-            check_digest(archive, "md5", Published.tgz_md5)
-            (temporary / archive.name).symlink_to(archive.resolve())
-        else:
-            with reaching(Published.url, by_hand=archive):
-                download_url(Published.url, temporary, Published.filename, Published.tgz_md5)
+    with fetched(archive, Published.url, "md5", Published.tgz_md5) as temporary:
         try:
             with tarfile.open(temporary / archive.name) as tar:
                 tar.extractall(temporary, filter="data")  # nothing outside of it, and no devices
@@ -181,12 +168,12 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _resident(folder: Path, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The table of normalised values; images and labels to train on, and to test on."""
+def _resident(folder: Path, device: torch.device) -> TensorSplit:
+    """Images and labels, and the table of normalised values."""
     (images, labels), (test_images, test_labels) = read(folder)
     table = normalisation_table(*channel_statistics(images)).to(device)
     train = padded(images.to(device)), labels.to(device)
-    return table, *train, test_images.to(device), test_labels.to(device)
+    return TensorSplit(train, (test_images.to(device), test_labels.to(device)), table)
 
 
 def read(folder: Path) -> list[tuple[Tensor, Tensor]]:

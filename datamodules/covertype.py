@@ -4,16 +4,14 @@ See README.md beside this file for source and licence.
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mupscale.datamodules.files import check_digest, reaching, read_npz, shared, temporary_folder, version_of
-from mupscale.datamodules.resident import TensorData, refuse_unfit_model
+from mupscale.datamodules.files import fetched, read_npz, shared, version_of
+from mupscale.datamodules.resident import TensorData, TensorSplit
 from mupscale.errors import UserError
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
@@ -43,6 +41,8 @@ class Covertype(TensorData):
             and the held-out rows are those of seed 0.
     """
 
+    inputs, classes = FEATURES, CLASSES
+
     def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int | None = None) -> None:
         super().__init__(batch_size, seed)
         self.data_dir = data_dir
@@ -53,11 +53,7 @@ class Covertype(TensorData):
     def load(self, device: torch.device) -> None:
         file, split_seed = self._file(), self.seed or 0
         key = type(self), version_of([file]), split_seed, device
-        train_x, train_y, held_out_x, held_out_y = shared(key, lambda: _split(file, split_seed, device))
-        self._train, self._held_out = (train_x, train_y), (held_out_x, held_out_y)
-
-    def refuse_model(self, arguments: Mapping[str, Any]) -> None:
-        refuse_unfit_model("Covertype", arguments, FEATURES, CLASSES)
+        self._data = shared(key, lambda: _split(file, split_seed, device))
 
     def _file(self) -> Path:
         """The file to read, which is made if it is missing; raises a UserError if that fails."""
@@ -71,16 +67,9 @@ class Covertype(TensorData):
 
 def make_npz(file: Path) -> None:
     """Writes the full set to `file`, from UCI's archive in its folder or, if there is none, from the network."""
-    archive = file.with_name(ARCHIVE)
-    with temporary_folder(file.parent) as temporary:
-        if archive.is_file():
-            check_digest(archive, "sha256", SHA256)
-        else:
-            sample = ", or leave data_dir out to use the embedded sample of 7,500 rows"
-            with reaching(URL, by_hand=archive, otherwise=sample):
-                archive = temporary / ARCHIVE
-                torch.hub.download_url_to_file(URL, str(archive), SHA256)
-        table = np.loadtxt(archive, dtype=np.int16, delimiter=",")
+    sample = ", or leave data_dir out to use the embedded sample of 7,500 rows"
+    with fetched(file.with_name(ARCHIVE), URL, "sha256", SHA256, otherwise=sample) as temporary:
+        table = np.loadtxt(temporary / ARCHIVE, dtype=np.int16, delimiter=",")
         finished = temporary / file.name
         np.savez_compressed(finished, X=table[:, :FEATURES], y=table[:, FEATURES].astype(np.uint8))
         os.replace(finished, file)
@@ -98,8 +87,8 @@ def stratified(labels: Tensor, rows: int, seed: int) -> Tensor:
     return torch.cat(picked).sort().values
 
 
-def _split(file: Path, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Features and labels of the training rows, then of the held-out ones."""
+def _split(file: Path, seed: int, device: torch.device) -> TensorSplit:
+    """Features and labels of the training rows and of the held-out ones."""
     features, labels = _read(file)
     fifth = -(-len(labels) // 5)  # rounded up: of the full set 464,809 rows are left to train on, as in the paper
     held_out = stratified(labels, fifth, seed)
@@ -110,8 +99,8 @@ def _split(file: Path, seed: int, device: torch.device) -> tuple[Tensor, Tensor,
     continuous = features[:, :CONTINUOUS].double()
     deviation, mean = torch.std_mean(continuous[is_train], dim=0, correction=0)
     x[:, :CONTINUOUS] = ((continuous - mean) / deviation.where(deviation > 0, 1.0)).float()
-    train = is_train.nonzero().squeeze(1)
-    return x[train].to(device), labels[train].to(device), x[held_out].to(device), labels[held_out].to(device)
+    train, rest = ((x[rows].to(device), labels[rows].to(device)) for rows in (is_train, held_out))
+    return TensorSplit(train, rest)
 
 
 def _read(file: Path) -> tuple[Tensor, Tensor]:

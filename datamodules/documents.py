@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,50 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 Position = Any
 """Where a source continues after a batch, as plain JSON values; None is the beginning."""
 
-Batches = Generator[tuple[list[str], Position], None, None]
-
 
 class Unusable(UserError):
     """The source cannot be prepared until the user changes it or the options."""
 
 
-class TextFiles:
+class Source(ABC):
+    """Documents to prepare, in a fixed order."""
+
+    @abstractmethod
+    def described(self) -> dict[str, Any]:
+        """The options that determine the documents, under the names of the command's options."""
+
+    def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
+        """Fixes what must not change, such as a revision; a continued preparation passes what it `recorded`."""
+        return {}
+
+    @abstractmethod
+    def documents(self, position: Position) -> Iterator[str]:
+        """Documents from a position on, empty ones included."""
+
+    @abstractmethod
+    def position(self) -> Position:
+        """That after the document that was drawn last; at the end, that of the end."""
+
+    def progress(self, position: Position) -> tuple[int, int] | None:
+        """The bytes before a position and the bytes in all; None of a source that does not know them."""
+        return None
+
+    def batches(self, position: Position) -> Generator[tuple[list[str], Position], None, None]:
+        """Documents from a position on that are not empty, each batch with the position after it."""
+        batch: list[str] = []
+        size = 0
+        for document in self.documents(position):
+            if document.strip():
+                batch.append(document)
+                size += len(document)
+            if size >= BATCH:
+                yield batch, self.position()
+                batch, size = [], 0
+        if batch:
+            yield batch, self.position()
+
+
+class TextFiles(Source):
     """The documents of local files, in the order of the files, without empty documents.
 
     In a .parquet file, documents are the rows of the column `text`. In .jsonl, .ndjson and .json, they are the field
@@ -57,35 +94,24 @@ class TextFiles:
         return ", ".join(names)
 
     def described(self) -> dict[str, Any]:
-        """The options that determine the documents, under the names of the command's options."""
         files = [
             {"name": file.name, "bytes": size, "sha256": sha256(file)}
             for file, size in zip(self.files, self._sizes, strict=True)
         ]
         return {"source": "text", "files": files, "separator": self.separator}
 
-    def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
-        """Fixes what must not change, such as a revision; a continued preparation passes what it `recorded`."""
-        return {}
-
-    def batches(self, position: Position) -> Batches:
-        """Documents from a position on, each batch with the position after it."""
+    def documents(self, position: Position) -> Iterator[str]:
         first, begin = position or (0, 0)
-        batch: list[str] = []
-        size = 0
         for number in range(first, len(self.files)):
             for document, offset in self._documents(self.files[number], begin if number == first else 0):
-                if document.strip():
-                    batch.append(document)
-                    size += len(document)
-                if size >= BATCH:
-                    yield batch, (number, offset)
-                    batch, size = [], 0
-        if batch:
-            yield batch, (len(self.files), 0)
+                self._position = number, offset
+                yield document
+        self._position = len(self.files), 0
+
+    def position(self) -> Position:
+        return self._position
 
     def progress(self, position: Position) -> tuple[int, int]:
-        """The bytes before a position and the bytes in all; None of a source that does not know them."""
         number, offset = position or (0, 0)
         in_bytes = False
         if number < len(self.files):
@@ -123,7 +149,7 @@ def kind_of(file: Path) -> tuple[str, bool]:
     return Path(name.removesuffix(".gz")).suffix, name.endswith(".gz")
 
 
-class FineWebEdu:
+class FineWebEdu(Source):
     """The documents of a subset of FineWeb-Edu, streamed from the Hub, of the newest revision at the beginning."""
 
     def __init__(self, subset: str) -> None:
@@ -137,55 +163,34 @@ class FineWebEdu:
         return {"source": REPOSITORY, "subset": self.subset}
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
-        if recorded:
-            self._revision = recorded["revision"]
-            return {"revision": self._revision}
         with needs_extra("data"):
             from huggingface_hub import HfApi
         try:
-            self._revision = HfApi().dataset_info(REPOSITORY, timeout=30).sha
+            self._revision = recorded["revision"] if recorded else HfApi().dataset_info(REPOSITORY, timeout=30).sha
         except Exception as error:  # many exception types, as below
             raise out_of_reach(self.subset, error) from error
         return {"revision": self._revision}
 
-    def batches(self, position: Position) -> Batches:
+    def documents(self, position: Position) -> Iterator[str]:
         with needs_extra("data"):
             from datasets import load_dataset
 
         try:
             stream = load_dataset(REPOSITORY, name=self.subset, revision=self._revision, split="train", streaming=True)
+            self._stream = stream.select_columns(["text"])
+            if position is not None:
+                self._stream.load_state_dict(position)
+            for row in self._stream:
+                yield row["text"]
         except Exception as error:  # many exception types: from the Hub, the HTTP client and the operating system
             if isinstance(error, ValueError) and "BuilderConfig" in str(error):
                 raise Unusable(
                     f"--subset {self.subset}: {REPOSITORY} has no such subset ({one_line(error, 200)})"
                 ) from error
             raise out_of_reach(self.subset, error) from error
-        stream = stream.select_columns(["text"])
-        if position is not None:
-            stream.load_state_dict(position)
-        batch: list[str] = []
-        size = 0
-        rows = iter(stream)
-        while True:
-            try:
-                row = next(rows, None)
-            except Exception as error:
-                raise out_of_reach(self.subset, error) from error
-            if row is not None and row["text"].strip():
-                batch.append(row["text"])
-                size += len(row["text"])
-            if batch and (row is None or size >= BATCH):
-                yield batch, stream.state_dict()
-                batch, size = [], 0
-            if row is None:
-                return
 
-    def progress(self, position: Position) -> None:
-        return None
-
-
-Source = TextFiles | FineWebEdu
-"""Documents to prepare, in a fixed order."""
+    def position(self) -> Position:
+        return self._stream.state_dict()
 
 
 def out_of_reach(subset: str, error: Exception) -> ConnectionError:

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from mupscale.errors import UserError
 
 TIMEOUT = 30.0
 """The timeout of a download in seconds; without one, urllib waits for ever."""
 
-DOWNLOAD_ERRORS = (OSError, HTTPException, ImportError, UserError, RuntimeError)
-"""What can go wrong in a download; torchvision raises RuntimeError for a wrong checksum."""
+DOWNLOAD_ERRORS = (OSError, HTTPException, UserError)
+"""What can go wrong in a download, a wrong checksum included."""
 
 NOT_NPZ = (OSError, EOFError, KeyError, TypeError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What np.load raises for another file; zipfile raises RuntimeError for an encrypted one."""
 
-_held: dict[Hashable, tuple[weakref.ref[Any], ...]] = {}
+_held: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 _verified: set[Hashable] = set()
 
 
@@ -74,34 +75,38 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def reaching(url: str, by_hand: Path, otherwise: str = "") -> Iterator[None]:
-    """Turns an error in the download of `url` into a UserError that says to save it as `by_hand`, or `otherwise`."""
-    timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(TIMEOUT)
-    try:
-        yield
-    except DOWNLOAD_ERRORS as error:
-        raise UserError(
-            f"data_dir: {by_hand.parent} lacks the data set, and fetching {url} failed ({error}). "
-            f"Download it by hand and put it there as {by_hand.name}{otherwise}"
-        ) from error
-    finally:
-        socket.setdefaulttimeout(timeout)
+def fetched(archive: Path, url: str, algorithm: str, digest: str, otherwise: str = "") -> Iterator[Path]:
+    """A temporary folder with a published archive: the one that lies in `archive`, or a download.
+
+    Its digest is verified. If there is none to reach, a UserError says to save it as `archive`, or `otherwise`.
+    """
+    with temporary_folder(archive.parent) as temporary:
+        copy = temporary / archive.name
+        if archive.is_file():
+            check_digest(archive, algorithm, digest)
+            copy.symlink_to(archive.resolve())
+        else:
+            timeout = socket.getdefaulttimeout()
+            socket.setdefaulttimeout(TIMEOUT)
+            try:
+                torch.hub.download_url_to_file(url, str(copy))
+                check_digest(copy, algorithm, digest)
+            except DOWNLOAD_ERRORS as error:
+                raise UserError(
+                    f"data_dir: {archive.parent} lacks the data set, and fetching {url} failed ({error}). "
+                    f"Download it by hand and put it there as {archive.name}{otherwise}"
+                ) from error
+            finally:
+                socket.setdefaulttimeout(timeout)
+        yield temporary
 
 
-def shared(key: Hashable, read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+def shared(key: Hashable, read: Callable[[], Any]) -> Any:
     """What `read` returns, or returned for this key, of all that it depends on, while that is in use. Read only."""
-    held = tuple(reference() for reference in _held.get(key, ()))
-    if held and all(thing is not None for thing in held):
-        return held
-    made = read()
-    if held:
-        # a loader may hold a part of them still
-        made = tuple(new if old is None else old for old, new in zip(held, made, strict=True))
-    for freed in [key for key, references in _held.items() if all(reference() is None for reference in references)]:
-        del _held[freed]
-    _held[key] = tuple(weakref.ref(thing) for thing in made)
-    return made
+    found = _held.get(key)
+    if found is None:
+        found = _held[key] = read()
+    return found
 
 
 def once(key: Hashable, verify: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ See token_files.py for the format, README.md for the embedded sample.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from mupscale.datamodules.files import once, shared
-from mupscale.datamodules.mapped_tokens import Vocabulary
 from mupscale.datamodules.resident import SeededData, ranks
-from mupscale.datamodules.token_files import SPLITS, TokenFolder, list_files, read_token_folder
+from mupscale.datamodules.token_files import SPLITS, TokenFolder, Vocabulary
 from mupscale.datamodules.windows import MappedWindows, Order, ResidentWindows, WindowLoader
 from mupscale.errors import UserError, refuse_unless_whole
 
@@ -59,47 +59,41 @@ class FineWeb(SeededData):
         self.context = context
         self.order: Order = order
         self.resident = resident
-        self._windows: dict[str, ResidentWindows | MappedWindows] = {}
-        self._windows_are_for: tuple[torch.device, Vocabulary | None] | None = None
-        self._token_folder: TokenFolder
+        self._windows: dict[str, ResidentWindows | MappedWindows]
 
     def prepare_data(self) -> None:
-        corpus = self._corpus()
+        corpus = self._corpus
         with about_data_dir():
             once(corpus.version, corpus.verify)
 
     def setup(self, stage: str | None = None) -> None:
-        corpus = self._corpus()
         for split in SPLITS:
-            tokens = corpus.count(split)
+            tokens = self._corpus.count(split)
             if not 0 < self.context < tokens:
                 raise UserError(
-                    f"data.context = {self.context}: {corpus.folder} has {tokens} tokens for {split}, "
+                    f"data.context = {self.context}: {self._corpus.folder} has {tokens} tokens for {split}, "
                     f"wanted 1 to {tokens - 1}"
                 )
         super().setup(stage)
 
     def load(self, device: torch.device) -> None:
-        corpus = self._corpus()
+        corpus = self._corpus
         self._refuse_other_files(corpus)
         if self.data_dir is not None:
             once(("described", corpus.version), lambda: rank_zero_info(corpus.summary()))
         vocabulary = _vocabulary_in(self.model_arguments)
-        if self._windows and self._windows_are_for == (device, vocabulary):
-            return
         resident = self.resident
         if resident is None:
             size = sum(corpus.count(split) for split in SPLITS) * corpus.token.itemsize
             on_gpu = device.type == "cuda"
             resident = on_gpu and size <= RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
         kind = ResidentWindows if resident else MappedWindows
-        key = type(self), corpus.version, kind, self.context, device, vocabulary
+        key = corpus.version, kind, self.context, device, vocabulary
 
-        def made() -> tuple[ResidentWindows | MappedWindows, ...]:
-            return tuple(kind(corpus.tokens(split), self.context + 1, device, vocabulary) for split in SPLITS)
+        def made(split: str) -> ResidentWindows | MappedWindows:
+            return kind(corpus.tokens(split), self.context + 1, device, vocabulary)
 
-        self._windows = dict(zip(SPLITS, shared(key, made), strict=True))
-        self._windows_are_for = device, vocabulary
+        self._windows = {split: shared((*key, split), partial(made, split)) for split in SPLITS}
 
     def train_dataloader(self) -> WindowLoader:
         return self._loader("train", self.order if self.shuffles else "sequential")
@@ -112,17 +106,17 @@ class FineWeb(SeededData):
 
     def _loader(self, split: str, order: Order, *, targets: bool = True) -> WindowLoader:
         options = self.loader_options(training=split == "train")
-        files = self._token_folder.order(split)
+        files = self._corpus.order(split)
         return WindowLoader(self._windows[split], self.batch_size, order=order, targets=targets, files=files, **options)
 
+    @cached_property
     def _corpus(self) -> TokenFolder:
-        folder = Path(self.data_dir).expanduser() if self.data_dir is not None else JARGON
         with about_data_dir():
-            listing = list_files(folder)
-            # held, so that it is read once for all calls and all data modules
-            (folder_read,) = shared((TokenFolder, listing.version), lambda: (read_token_folder(listing),))
-        self._token_folder = folder_read
-        return self._token_folder
+            listed = TokenFolder(Path(self.data_dir).expanduser() if self.data_dir is not None else JARGON)
+            # that of another data module, if there is one, which has read more of its files
+            corpus: TokenFolder = shared((TokenFolder, listed.version), lambda: listed)
+            assert corpus.spans
+        return corpus
 
     def _refuse_other_files(self, corpus: TokenFolder) -> None:
         """UserError on all ranks if one of them finds other token files: its rows would be others."""
@@ -140,7 +134,7 @@ class FineWeb(SeededData):
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
         vocabulary = _vocabulary_in(arguments)
         if vocabulary is not None:
-            self._corpus().refuse_vocabulary(vocabulary)
+            self._corpus.refuse_vocabulary(vocabulary)
         key, context = _size_in(arguments, "context", "max_position_embeddings", "n_positions")
         if context is not None and context < self.context:
             raise UserError(
@@ -170,8 +164,8 @@ def _size_in(arguments: Mapping[str, Any], own: str, *of_transformers: str) -> t
 
 @contextmanager
 def about_data_dir() -> Iterator[None]:
-    """Names the option in a UserError about the prepared folder."""
+    """Names the option in an error about the folder."""
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
         raise UserError(f"data_dir: {error}") from error

@@ -11,8 +11,9 @@ A prepared folder holds:
 
 import hashlib
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -23,16 +24,20 @@ import numpy as np
 
 from mupscale.atomic import locked, partial, write_durably
 from mupscale.data_files import json_of, refuse_links
-from mupscale.datamodules.documents import Position, Source, Unusable
+from mupscale.datamodules.documents import Source, Unusable
 from mupscale.datamodules.token_files import PREPARED, PROGRESS, SPLITS
 from mupscale.datamodules.token_writer import LARGEST_VOCABULARY, TokenWriter
-from mupscale.datamodules.vocabulary import BYTES, END_OF_TEXT, download_gpt2, encode, load_tokenizer, train_tokenizer
-from mupscale.errors import UserError
+from mupscale.errors import UserError, needs_extra, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER, LOCK = "tokenizer.json", ".lock"
+END_OF_TEXT = "<|endoftext|>"
+BYTES = 256  # every text can be written with these alone
+GPT2 = "openai-community/gpt2"
+PIECE = 2**20
+"""Characters encoded as one text, so that memory does not grow with the length of documents."""
 FILE_TOKENS = 2**26
 TRAINING_BYTES = 2**26
 """How much text of the first training documents a vocabulary is trained on."""
@@ -43,20 +48,8 @@ Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
 """The tokens of several documents, one after another; each document's number of tokens; whether it is held out."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A finished folder, and what its preparation.json says."""
-
-    folder: Path
-    content: dict[str, Any]
-
-    @property
-    def vocabulary(self) -> int:
-        return self.content["vocabulary"]
-
-    def count(self, split: str) -> int:
-        """The number of tokens of a split."""
-        return self.content[split]["tokens"]
+Prepared = dict[str, Any]
+"""What a finished folder holds: the content of its preparation.json."""
 
 
 @dataclass
@@ -75,12 +68,17 @@ class Progress:
     def read(cls, folder: Path) -> Self | None:
         path = folder / PROGRESS
         if path.exists():
-            try:
+            with undamaged(path):
                 progress = cls(**json_of(path.read_bytes()))
-                progress.refuse_other_types()
+                counts: list[Any] = []
+                for split in SPLITS:
+                    for tokens, documents in progress.files[split]:
+                        counts += tokens, documents
+                if not isinstance(progress.preparation, dict) or not isinstance(progress.trained_on, dict | None):
+                    raise ValueError("its preparation or vocabulary is not that of a preparation")
+                if any(type(count) is not int or count < 0 for count in counts) or len(progress.files) != len(SPLITS):
+                    raise ValueError("its files are not those of a preparation")
                 return progress
-            except (ValueError, TypeError, KeyError) as error:
-                raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it again") from error
         own = (LOCK, partial(path).name)  # a process that ended before it wrote its first progress leaves them
         other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if other:
@@ -89,14 +87,6 @@ class Progress:
             )
         return None
 
-    def refuse_other_types(self) -> None:
-        """ValueError if a part is of another type than `write` writes."""
-        known = isinstance(self.preparation, dict) and isinstance(self.trained_on, dict | None)
-        for pair in [pair for split in SPLITS for pair in self.files[split]]:
-            known = known and isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
-        if not known or set(self.files) != set(SPLITS):
-            raise ValueError("its preparation, vocabulary or files are not those of a preparation")
-
     def write(self, folder: Path) -> None:
         write_durably(folder / PROGRESS, json.dumps(asdict(self)).encode())
 
@@ -104,8 +94,8 @@ class Progress:
 def prepare(
     source: Source,
     out: Path,
-    *,
     vocabulary: int | None,
+    *,
     tokens: int | None = None,
     val_fraction: float = 0.01,
     file_tokens: int = FILE_TOKENS,
@@ -135,7 +125,7 @@ def prepare(
     with lock_folder(out):
         if (out / PREPARED).exists():
             prepared = read_prepared(out)
-            refuse_other(out, prepared.content["preparation"], asked)
+            refuse_other(out, prepared["preparation"], asked)
             (out / PROGRESS).unlink(missing_ok=True)
             print(f"{out} is finished already")
             return prepared
@@ -162,14 +152,21 @@ def prepare(
 def read_prepared(folder: Path) -> Prepared:
     """What a finished folder holds. Raises a UserError if its preparation.json is damaged."""
     path = folder / PREPARED
-    try:
-        content = json_of(path.read_bytes())
+    with undamaged(path):
+        content: Prepared = json_of(path.read_bytes())
         numbers = [content["vocabulary"], *(content[split]["tokens"] for split in SPLITS)]
         if not isinstance(content["preparation"], dict) or not all(type(n) is int and n > 0 for n in numbers):
             raise ValueError(f"its vocabulary and tokens are {numbers}")
+        return content
+
+
+@contextmanager
+def undamaged(path: Path) -> Iterator[None]:
+    """Turns what is raised on reading a damaged file of a preparation into a UserError."""
+    try:
+        yield
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error!r}): delete the folder and prepare it again") from error
-    return Prepared(folder, content)
 
 
 def is_held_out(document: str, val_fraction: float) -> bool:
@@ -182,47 +179,46 @@ def make_tokenizer(source: Source, folder: Path, progress: Progress) -> "Tokeniz
     """The tokenizer of the folder, whose vocabulary is downloaded or trained first if the folder has none yet."""
     path, size = folder / TOKENIZER, progress.preparation["vocab"]
     if progress.trained_on is None:
-        text = TrainingText(source, progress.preparation["val-fraction"])
+        texts: list[str] = []
         if size == "gpt2":
             tokenizer = download_gpt2()
         else:
             print(f"training a vocabulary of {size:,} tokens", flush=True)
-            tokenizer = train_tokenizer(text, size)
-            if not text.documents:
-                refuse_empty(source, {"train": 0, "val": text.held_out})
+            texts = read_training_text(source, progress.preparation["val-fraction"])
+            tokenizer = train_tokenizer(texts, size)
             found = tokenizer.get_vocab_size()
             if found < size:
                 raise Unusable(
                     f"--vocab {size}: {source} gives no more than {found} different tokens; choose that, or less"
                 )
         write_durably(path, tokenizer.to_str().encode())
-        progress.trained_on = {"documents": text.documents, "bytes": text.bytes}
+        progress.trained_on = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
         progress.write(folder)
     return load_tokenizer(path.read_bytes())
 
 
-class TrainingText:
-    """The first training documents, up to the one that reaches TRAINING_BYTES, counted as they are drawn."""
-
-    def __init__(self, source: Source, val_fraction: float) -> None:
-        self.source, self.val_fraction = source, val_fraction
-        self.documents = self.held_out = self.bytes = 0
-
-    def __iter__(self) -> Iterator[str]:
-        with closing(self.source.batches(None)) as batches:
-            for document in chain.from_iterable(documents for documents, _ in batches):
-                if is_held_out(document, self.val_fraction):
-                    self.held_out += 1
-                    continue
-                self.documents += 1
-                self.bytes += len(document.encode())
-                yield document
-                if self.bytes >= TRAINING_BYTES:
-                    return
+def read_training_text(source: Source, val_fraction: float) -> list[str]:
+    """The first training documents, up to the one that reaches TRAINING_BYTES."""
+    texts: list[str] = []
+    size = held_out = 0
+    with closing(source.batches(None)) as batches:
+        for document in chain.from_iterable(documents for documents, _ in batches):
+            if is_held_out(document, val_fraction):
+                held_out += 1
+                continue
+            texts.append(document)
+            size += len(document.encode())
+            if size >= TRAINING_BYTES:
+                break
+    if not texts:
+        refuse_empty(source, {"train": 0, "val": held_out})
+    return texts
 
 
 def write_tokens(source: Source, folder: Path, tokenizer: "Tokenizer", progress: Progress) -> dict[str, TokenWriter]:
     """Encodes the documents that are not in the token files yet; the writers of the splits."""
+    from tqdm import tqdm
+
     asked = progress.preparation
     writers = {split: TokenWriter(folder / split, asked["tokens of a file"], progress.files[split]) for split in SPLITS}
     written = sum(writer.tokens for writer in writers.values())
@@ -234,10 +230,14 @@ def write_tokens(source: Source, folder: Path, tokenizer: "Tokenizer", progress:
             writer.flush()
         progress.write(folder)
 
-    with (
-        closing(source.batches(progress.position)) as batches,
-        progress_bar(source, asked["tokens"], progress.position, written) as show,
-    ):
+    def state() -> tuple[int, int | None]:
+        """Tokens that are written, and wanted; without such a number, bytes of the source that are read, and all."""
+        return (written, asked["tokens"]) if asked["tokens"] else source.progress(progress.position) or (written, None)
+
+    done, total = state()
+    unit = "tokens" if asked["tokens"] else "B"
+    bar = tqdm(total=total, initial=done, unit=unit, unit_scale=True, disable=None, leave=False)
+    with closing(source.batches(progress.position)) as batches, bar:
         try:
             while written < wanted:
                 documents, position = next(batches, (None, None))
@@ -251,7 +251,8 @@ def write_tokens(source: Source, folder: Path, tokenizer: "Tokenizer", progress:
                 files = {split: list(writer.counts) for split, writer in writers.items()}
                 # both in one statement: an interrupt between two would let `finally` commit a half-updated state
                 vars(progress).update(position=position, files=files)
-                show(position, written)
+                bar.set_postfix_str(f"{written / 1e6:,.1f} M tokens", refresh=False)
+                bar.update(state()[0] - bar.n)
                 if time.monotonic() - last_commit > COMMIT_SECONDS:
                     commit()
                     last_commit = time.monotonic()
@@ -268,29 +269,6 @@ def up_to(limit: float, batch: Encoded) -> Encoded:
     ends = lengths.cumsum()
     count = int(np.searchsorted(ends, limit)) + 1
     return tokens[: ends[count - 1]], lengths[:count], held_out[:count]
-
-
-@contextmanager
-def progress_bar(
-    source: Source, tokens: int | None, position: Position, written: int
-) -> Iterator[Callable[[Position, int], None]]:
-    """Shows the tokens written out of `tokens` or, without that number, the bytes of the source that are read."""
-    from tqdm import tqdm
-
-    def state(position: Position, written: int) -> tuple[int, int | None]:
-        if tokens:
-            return written, tokens
-        return source.progress(position) or (written, None)
-
-    done, total = state(position, written)
-    unit = "tokens" if tokens else "B"
-    with tqdm(total=total, initial=done, unit=unit, unit_scale=True, disable=None, leave=False) as bar:
-
-        def show(position: Position, written: int) -> None:
-            bar.set_postfix_str(f"{written / 1e6:,.1f} M tokens", refresh=False)
-            bar.update(state(position, written)[0] - bar.n)
-
-        yield show
 
 
 def finish(
@@ -311,7 +289,7 @@ def finish(
         content[split] = {"tokens": writer.tokens, "documents": writer.documents}
     write_durably(folder / PREPARED, json.dumps(content, indent=1).encode())
     (folder / PROGRESS).unlink()
-    return Prepared(folder, content)
+    return content
 
 
 def refuse_empty(source: Source, documents: dict[str, int]) -> None:
@@ -363,11 +341,87 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 def remove(folder: Path) -> None:
     """Removes what a preparation writes."""
-    paths = [path for split in SPLITS for path in (folder / split).glob("*.ds*")]
-    for name in (PROGRESS, TOKENIZER, PREPARED):
-        paths += [folder / name, partial(folder / name)]
-    for path in paths:
+    names = [name for known in (PROGRESS, TOKENIZER, PREPARED) for name in (known, partial(folder / known).name)]
+    for path in [*(path for split in SPLITS for path in (folder / split).glob("*.ds*")), *map(folder.joinpath, names)]:
         path.unlink(missing_ok=True)
     for split in SPLITS:
         with suppress(OSError):  # missing, or not empty
             (folder / split).rmdir()
+
+
+# --- vocabularies
+
+
+def download_gpt2() -> "Tokenizer":
+    """GPT-2's 50,257 tokens, which are downloaded once and kept in the cache of the Hugging Face Hub."""
+    with needs_extra("data"):
+        from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_pretrained(GPT2)
+    except Exception as error:  # many exception types: from the Hub, the HTTP client and the operating system
+        raise ConnectionError(
+            f"--vocab gpt2: fetching GPT-2's vocabulary failed ({one_line(error, 200)}). Run "
+            f"`hf download {GPT2} tokenizer.json` where there is a network and copy its cache, ~/.cache/huggingface or "
+            "the folder that the environment variable HF_HOME names; or let --vocab 8192 train a vocabulary on the text"
+        ) from error
+
+
+def train_tokenizer(documents: Sequence[str], size: int) -> "Tokenizer":
+    """A byte-level BPE of `size` tokens, fewer if the text has no more; the same on any number of cores."""
+    with needs_extra("data"):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # which cuts words as GPT-2 does
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[],
+        show_progress=sys.stdout.isatty(),
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])  # the last number, as in GPT-2
+    return tokenizer
+
+
+def load_tokenizer(content: bytes) -> "Tokenizer":
+    """The tokenizer of a tokenizer.json. The string <|endoftext|> inside a document is plain text to it."""
+    with needs_extra("data"):
+        from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises plain Exception
+        problem = one_line(error, 200)
+        raise UserError(f"the vocabulary is damaged ({problem}); delete the folder and prepare it again") from error
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise UserError(f"the vocabulary has no {END_OF_TEXT}; delete the folder and prepare it again")
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def encode(tokenizer: "Tokenizer", documents: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of the documents one after another, the end of text after each, and how many each document has."""
+    parts = [cut_into_pieces(document) for document in documents]
+    texts = [piece for pieces in parts for piece in pieces]
+    encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    end = [tokenizer.token_to_id(END_OF_TEXT)]
+    tokens: list[np.ndarray] = []
+    lengths = np.zeros(len(documents), np.int64)
+    for number, pieces in enumerate(parts):
+        found = [*(np.array(next(encoded).ids, np.uint16) for _ in pieces), np.array(end, np.uint16)]
+        lengths[number] = sum(map(len, found))
+        tokens += found
+    return np.concatenate(tokens), lengths
+
+
+def cut_into_pieces(document: str) -> list[str]:
+    """The document in parts of at most PIECE characters, cut after the last line that fits, if any does."""
+    parts, start = [], 0
+    while len(document) - start > PIECE:
+        cut = document.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+        parts.append(document[start:cut])
+        start = cut
+    return [*parts, document[start:]]

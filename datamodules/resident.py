@@ -4,7 +4,9 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from threading import Thread
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -13,8 +15,8 @@ from torch import Tensor
 
 from mupscale.errors import UserError, refuse_unless_whole
 
-PLANS_KEPT = 2
-"""Epochs whose plans a loader keeps."""
+LONG = 10_000
+"""Rows of an epoch whose plan takes long enough to be drawn by a thread while the epoch before it is trained on."""
 
 
 class Entries(Protocol):
@@ -49,14 +51,11 @@ class ResidentLoader:
 
     `batch_at` gives any batch by its epoch and position, and leaves the loader where it is; `go_to` goes there.
 
-    A subclass that makes batches differently overrides `_batch`, and `_chances` if it needs random numbers for them. It
-    sets `_rows_stand_alone` if `_batch` makes each row of a batch independently, and overrides `_made_of` if its
-    batches depend on more than the tensors.
+    A subclass that makes batches differently overrides `_batch`, which makes each row of a batch by itself, `_chances`
+    if it needs random numbers for them, and `_made_of` if its batches depend on more than the tensors.
     """
 
     batch_sampler = None  # Lightning reads it from whatever has a `sampler`
-    _rows_stand_alone: ClassVar[bool] = True
-    """Whether `_batch` makes each row of a batch by itself. A subclass does not inherit it."""
 
     def __init__(
         self,
@@ -99,9 +98,11 @@ class ResidentLoader:
         self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
         self.epoch = self.position = 0  # how many batches of the epoch were drawn
         self._drawn_from = False
-        self._plans: dict[int, Plan] = {}
-        self._joint_plans: dict[int, tuple[list[Hashable], JointPlan]] = {}
-        """For an epoch, the `order`s of several loaders and their joint plan."""
+        self._plan: tuple[int, Plan] | None = None
+        """The last one that was used, with its epoch."""
+        self._joint: tuple[Any, JointPlan] | None = None
+        """Likewise of several loaders, with their `order`s."""
+        self._drawing_ahead: PlanDrawing | None = None
 
     def __len__(self) -> int:
         return self._batches
@@ -123,27 +124,26 @@ class ResidentLoader:
         under `limit_train_batches` the loader cannot see that an epoch has ended.
         """
         if epoch != self.epoch:
-            self.epoch, self.position, self._drawn_from = epoch, 0, False
+            self.go_to(epoch, 0)
 
     def go_to(self, epoch: int, position: int) -> None:
         """Leaves the loader as if the first `position` batches of `epoch` had been drawn one by one."""
-        if epoch < 0 or not 0 <= position <= len(self):
-            raise IndexError(f"there is no position {position} of epoch {epoch}: an epoch has {len(self)} batches")
         self.epoch, self.position, self._drawn_from = epoch, position, position > 0
 
     def batch_at(self, epoch: int, position: int) -> Any:
         """The batch that iteration yields at this position, from 0 on, of this epoch. Does not move the loader."""
-        self._refuse_place(epoch, position)
-        if epoch not in self._plans:
-            _keep(self._plans, epoch, self._plan_for_drawing(epoch))
+        if self._plan is None or self._plan[0] != epoch:
+            self._plan = epoch, self._new_plan(epoch)
         share = self._share_of(position)
-        return _unpacked(self._batch(*(entries[share] for entries in self._plans[epoch])))
+        return _unpacked(self._batch(*(entries[share] for entries in self._plan[1])))
 
     @cached_property
-    def order(self) -> Hashable:
-        """Equal if loaders that exist yield the same batches at the same place: class, tensors' ids, arguments."""
+    def order(self) -> tuple[Any, ...]:
+        """Equal if loaders that exist yield the same batches at the same place; the seed, if it matters, is last."""
+        arguments = tuple((name, value) for name, value in self._order_depends_on.items() if name != "seed")
         depends_on_seed = self._shuffle or bool(self._chances(0, torch.Generator()))
-        return *self._order_without_seed, self._seed if depends_on_seed else None
+        seed = self._seed if depends_on_seed else None
+        return type(self), self._made_of(), arguments, self.rank, self.world_size, seed
 
     def state_dict(self) -> dict[str, int | bool | str]:
         return {**self._order_depends_on, "epoch": self.epoch, "position": self.position}
@@ -184,19 +184,6 @@ class ResidentLoader:
         """What batches depend on beside the class and the arguments of this class: objects by their identity."""
         return tuple(id(tensor) for tensor in self.tensors)
 
-    @cached_property
-    def _order_without_seed(self) -> tuple[Any, ...]:
-        arguments = [(name, value) for name, value in self._order_depends_on.items() if name != "seed"]
-        return type(self), self._made_of(), tuple(arguments), self.rank, self.world_size
-
-    def _refuse_place(self, epoch: int, position: int) -> None:
-        if epoch < 0 or not 0 <= position < len(self):
-            raise IndexError(f"there is no batch {position} of epoch {epoch}: an epoch has {len(self)} batches")
-
-    def _plan_for_drawing(self, epoch: int) -> Plan:
-        """The entries of `_new_plan`. A subclass with many rows overrides it, and makes them when they are drawn."""
-        return self._new_plan(epoch)
-
     def _generator(self, epoch: int) -> torch.Generator:
         """All random numbers of an epoch are drawn from it, in the order of `_new_plan`."""
         # drawn on the CPU, so that an epoch is the same on every type of device; a hash, so that epoch 1 of seed 0 is
@@ -204,28 +191,40 @@ class ResidentLoader:
         digest = hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-    def _new_plan(self, epoch: int) -> tuple[Tensor, ...]:
-        generator = self._generator(epoch)
-        rows = self._rows
+    def _new_plan(self, epoch: int) -> Plan:
+        """The plan of an epoch on the device of the data. That of the next epoch is drawn meanwhile."""
+        plan, ahead = None, self._drawing_ahead
+        if ahead is not None and ahead.epoch == epoch:
+            ahead.join()
+            plan = ahead.plan
+        if plan is None:
+            plan = self._draw_plan(epoch)
+        if self._rows >= LONG and (self._shuffle or len(plan) > 1):
+            self._drawing_ahead = PlanDrawing(self, epoch + 1)
+        # from pinned memory, the host does not wait for the steps under way
+        return tuple(entries.to(self.tensors[0].device, non_blocking=entries.is_pinned()) for entries in plan)
+
+    def _draw_plan(self, epoch: int) -> tuple[Tensor, ...]:
+        """Order and chances of an epoch on the CPU; for a GPU, in pinned memory."""
+        generator, rows = self._generator(epoch), self._rows
         order = torch.randperm(rows, generator=generator) if self._shuffle else torch.arange(rows)
         plan = order, *self._chances(rows, generator)
-        return tuple(entries.to(self.tensors[0].device) for entries in plan)
+        return tuple(entries.pin_memory() for entries in plan) if self.tensors[0].is_cuda else plan
 
     def _joint_plan(self, loaders: Sequence["ResidentLoader"], epoch: int) -> JointPlan | None:
         """The plan of `loaders`, of which this is the first; None if one call of `_batch` cannot make their batches."""
-        orders = [loader.order for loader in loaders]
-        kept_orders, plan = self._joint_plans.get(epoch, (None, None))
-        if kept_orders == orders:
-            return plan
-        if not vars(type(self)).get("_rows_stand_alone", False):
+        key = epoch, [loader.order for loader in loaders]
+        if self._joint is not None and self._joint[0] == key:
+            return self._joint[1]
+        if any(order[:-1] != self.order[:-1] for order in key[1]):
             return None
-        if any(loader._order_without_seed != self._order_without_seed for loader in loaders):
-            return None
-        distinct = dict(zip(orders, loaders, strict=True))
+        distinct = {loader.order: loader for loader in loaders}
         plans = {order: loader._new_plan(epoch) for order, loader in distinct.items()}
-        entries = zip(*(plans[order] for order in orders), strict=True)
+        entries: list[Any] = list(zip(*(plans[order] for order in key[1]), strict=True))
+        if not isinstance(entries[0][0], Tensor):
+            return None
         plan = tuple(self._by_position(torch.stack(entry)) for entry in entries)
-        _keep(self._joint_plans, epoch, (orders, plan))
+        self._joint = key, plan
         return plan
 
     def _by_position(self, entries: Tensor) -> tuple[Tensor, ...]:
@@ -241,6 +240,26 @@ class ResidentLoader:
         return shares
 
 
+class PlanDrawing(Thread):
+    """Draws the plan of an epoch: half a million rows take 7 ms, and a small network 0.3 ms a step.
+
+    A program waits for it at its end. In a process that was forked meanwhile, `plan` stays None.
+    """
+
+    def __init__(self, loader: ResidentLoader, epoch: int) -> None:
+        super().__init__()
+        self._loader, self.epoch = loader, epoch
+        self.plan: tuple[Tensor, ...] | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.plan = self._loader._draw_plan(self.epoch)
+        del self._loader  # or each would hold the other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of a loader draws its plans itself
+
+
 def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) -> Any:
     """The batches of several loaders at one position of one epoch, with a leading axis: [loaders, rows, ...].
 
@@ -248,7 +267,6 @@ def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) ->
     batch; the plan of an epoch is made once.
     """
     first = loaders[0]
-    first._refuse_place(epoch, position)
     plan = first._joint_plan(loaders, epoch)
     if plan is None:
         batches = [loader.batch_at(epoch, position) for loader in loaders]
@@ -262,14 +280,6 @@ def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) ->
 def _unpacked(parts: tuple[Tensor, ...]) -> Any:
     """A batch of these parts; of one part alone, a bare tensor."""
     return parts if len(parts) > 1 else parts[0]
-
-
-def _keep(plans: dict[int, Any], epoch: int, plan: Any) -> None:
-    """Adds the plan of an epoch, and drops those that were added first if there are too many."""
-    plans.pop(epoch, None)
-    while len(plans) >= PLANS_KEPT:
-        del plans[next(iter(plans))]
-    plans[epoch] = plan
 
 
 class SeededData(LightningDataModule):
@@ -319,41 +329,49 @@ class SeededData(LightningDataModule):
         return self.val_dataloader()
 
 
-class TensorData(SeededData):
-    """Data that lies on the training device: rows to train on, and held-out rows; labels are the last tensor."""
+@dataclass(eq=False)
+class TensorSplit:
+    """Tensors with as many rows each, to train on and held-out ones; labels are the last of each."""
 
-    _train: tuple[Tensor, Tensor] | None = None
-    _held_out: tuple[Tensor, Tensor] | None = None
+    train: tuple[Tensor, ...]
+    held_out: tuple[Tensor, ...]
+    table: Tensor | None = None
+    """What they are normalised with in each batch."""
+
+
+class TensorData(SeededData):
+    """Data of a number of classes that lies on the training device."""
+
+    inputs: ClassVar[int | None] = None
+    """The features of a row, if a model may have them as an argument."""
+    classes: ClassVar[int]
+    _data: TensorSplit
+
+    def refuse_model(self, arguments: Mapping[str, Any]) -> None:
+        name, inputs, outputs = type(self).__name__, self.inputs, arguments.get("outputs", self.classes)
+        if inputs is not None and arguments.get("inputs", inputs) != inputs:
+            raise UserError(
+                f"model.inputs = {arguments['inputs']}: {name} has {inputs} features; set model.inputs: {inputs}"
+            )
+        if outputs < self.classes:
+            raise UserError(
+                f"model.outputs = {outputs}: {name} has {self.classes} classes; set model.outputs: {self.classes}"
+            )
 
     def train_dataloader(self) -> ResidentLoader:
-        assert self._train is not None
-        return self._loader(self._train, training=True)
+        return self._loader(self._data.train, training=True)
 
     def val_dataloader(self) -> ResidentLoader:
-        assert self._held_out is not None
-        return self._loader(self._held_out, training=False)
+        return self._loader(self._data.held_out, training=False)
 
     def predict_dataloader(self) -> ResidentLoader:
-        assert self._held_out is not None
-        return self._loader(self._held_out[:1], training=False)
+        return self._loader(self._data.held_out[:-1], training=False)
 
     def _loader(self, tensors: tuple[Tensor, ...], *, training: bool) -> ResidentLoader:
         return ResidentLoader(tensors, self.batch_size, **self.loader_options(training=training))
 
     def loader_options(self, *, training: bool) -> dict[str, Any]:
         return {"shuffle": training and self.shuffles, **super().loader_options(training=training)}
-
-
-def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | None, classes: int) -> None:
-    """Raises a UserError if a model's arguments `inputs` and `outputs`, where it has them, do not fit the data."""
-    if inputs is not None and arguments.get("inputs", inputs) != inputs:
-        raise UserError(
-            f"model.inputs = {arguments['inputs']}: {data} has {inputs} features; set model.inputs: {inputs}"
-        )
-    if arguments.get("outputs", classes) < classes:
-        raise UserError(
-            f"model.outputs = {arguments['outputs']}: {data} has {classes} classes; set model.outputs: {classes}"
-        )
 
 
 def ranks(trainer: Trainer | None) -> dict[str, int]:

@@ -17,18 +17,18 @@ is there, the last documents of each file are, see `_cut`.
 import hashlib
 import os
 import re
-import stat
+import resource
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupscale.datamodules.mapped_tokens import MappedTokens, Vocabulary
-from mupscale.errors import UserError, as_user_errors
+from mupscale.errors import UserError
 
 SPLITS = ("train", "val")
 TOKENS, ENDS, METADATA, LOSS = ".ds", ".ds.index", ".ds.metadata", ".ds.loss"
@@ -43,9 +43,9 @@ READERS = 16
 """Threads that open files; on a network file system each waits for an answer most of the time."""
 SAMPLES, SAMPLE_TOKENS = 256, 2**14
 """Places of a split, and tokens at each, that are compared with the vocabulary at the start."""
-DOCUMENTS_SAMPLED = 16
-FILES_SAMPLED = 64
-"""Documents of a file, and files, whose last tokens are compared."""
+MOST_MAPS = 1024
+"""Files of a split that are mapped at the same time, if the process may open eight times as many: a map keeps its file
+open, and the tables of the pages that were read."""
 MOST_INDEX_BYTES = 2**28
 """Indices of at most so many bytes together are read whole at the start."""
 LONGEST_METADATA = 2**16
@@ -57,22 +57,66 @@ STAGE = re.compile(r"(?P<task>.*\d{5})(?:_(?P<stage>unshuffled)|_\d{5}_(?P<shuff
 """What the tokenizer calls the file of a task before it shuffles the documents, after that, and after the chunks."""
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The files of datatrove in a folder and below it: their sizes and times of change, by their path in the folder."""
+class Vocabulary(NamedTuple):
+    """The vocabulary size of a model, and the key of the configuration that sets it."""
 
-    folder: Path
-    files: dict[str, tuple[int, int]]
-    links: list[str]
-    """Links to files of datatrove, and to folders."""
+    key: str
+    size: int
 
-    @cached_property
-    def version(self) -> Hashable:
-        """Changes with every file."""
-        digest = hashlib.sha256()
-        for name, (size, changed) in sorted(self.files.items()):
-            digest.update(os.fsencode(name) + f"\0{size}\0{changed}\0".encode())
-        return str(self.folder.resolve()), digest.hexdigest()
+
+class MappedTokens:
+    """The tokens of several files as if they were one array: of each file, those from the begin to the end of its span.
+
+    Tokens are read from disk when they are used, and are not kept in memory. A file is mapped when it is first read; at
+    most MOST_MAPS files are mapped at the same time.
+    """
+
+    def __init__(self, files: Sequence[Path], spans: Sequence[tuple[int, int]], token: np.dtype[Any]) -> None:
+        self.token = token
+        self._files, self._spans = files, spans
+        self._ends = list(accumulate(end - begin for begin, end in spans))
+        self._begins = [0, *self._ends]
+        self._maps: dict[int, np.ndarray] = {}
+        most_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most_maps = MOST_MAPS if most_open == resource.RLIM_INFINITY else max(min(MOST_MAPS, most_open // 8), 1)
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Fills `out`, of any integer type, with the tokens from `start` on, from several files if need be."""
+        number = bisect_right(self._ends, start)
+        offset = start - self._begins[number]
+        filled = 0
+        while filled < len(out):
+            if number not in self._maps:
+                while len(self._maps) >= self._most_maps:
+                    del self._maps[next(iter(self._maps))]
+                self._maps[number] = self._mapped(number)
+            part = self._maps[number][offset : offset + len(out) - filled]
+            out[filled : filled + len(part)] = part
+            filled, number, offset = filled + len(part), number + 1, 0
+
+    def refuse_beyond(self, vocabulary: Vocabulary, start: int, found: np.ndarray) -> None:
+        """Raises a UserError for the first of the tokens `found`, read from `start` on, beyond the vocabulary."""
+        if found.max(initial=0) < vocabulary.size:
+            return
+        offset = int((found >= vocabulary.size).argmax())
+        number = bisect_right(self._ends, start + offset)
+        place = self._spans[number][0] + start + offset - self._begins[number]
+        raise UserError(
+            f"data_dir: {self._files[number]} has the token {found[offset]} at place {place}, beyond {vocabulary.key} "
+            f"= {vocabulary.size}: set {vocabulary.key} to the vocabulary of the tokenizer"
+        )
+
+    def _mapped(self, number: int) -> np.ndarray:
+        begin, end = self._spans[number]
+        try:
+            # read-only: the system refuses writable maps of files that are larger than its memory
+            tokens = np.memmap(self._files[number], self.token, "r", begin * self.token.itemsize, (end - begin,))
+        except ValueError as error:
+            raise UserError(f"{self._files[number]} became shorter after the run began") from error
+        return tokens.view(np.ndarray)  # whose parts are made faster
 
 
 class Span(NamedTuple):
@@ -94,19 +138,70 @@ class TokenFile(NamedTuple):
     """None without metadata."""
 
 
-@dataclass(frozen=True, eq=False)
 class TokenFolder:
-    """The token files of a folder. Their lengths are checked; `verify` checks the indices, too."""
+    """The files of datatrove in a folder and below it. Their lengths are checked at the first use, all by `verify`."""
 
-    folder: Path
-    token: np.dtype[Any]
-    tokenizer: str | None
-    """The name that datatrove wrote into the metadata."""
-    files: int
-    index_bytes: int
-    spans: dict[str, list[Span]]
-    version: Hashable
-    """Changes with every file of the folder."""
+    def __init__(self, folder: Path) -> None:
+        """Lists the files; there are none if there is no such folder."""
+        self.folder = folder
+        found: list[tuple[str, int, int]] = []
+        pending = [""] if folder.is_dir() else []
+        while pending:
+            inside = pending.pop()
+            with os.scandir(folder / inside) as entries:
+                for entry in entries:
+                    name = inside + entry.name
+                    is_ours = entry.name.endswith((TOKENS, ENDS, METADATA, LOSS)) or COMPRESSED.search(entry.name)
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(f"{name}/")
+                    elif entry.is_symlink() and (is_ours or entry.is_dir()):
+                        raise UserError(
+                            f"{entry.path} is a link: copy the files into the folder, or use hard links (`cp -al`)"
+                        )
+                    elif is_ours and not entry.is_file():
+                        raise UserError(f"{entry.path} is not a file")
+                    elif is_ours:
+                        found.append((name, entry.stat().st_size, entry.stat().st_mtime_ns))
+        self.sizes = {name: size for name, size, _ in found}
+        """The bytes of each file, by its path in the folder."""
+        self.version: Hashable = str(folder.resolve()), tuple(sorted(found))
+        """Changes with every file."""
+
+    @cached_property
+    def files(self) -> list[TokenFile]:
+        """The token files by the order of their paths; raises a UserError for one that does not fit the others."""
+        if (self.folder / PROGRESS).exists() and not (self.folder / PREPARED).exists():
+            raise UserError(
+                f"{self.folder} is not finished: run the same `python -m mupscale prepare` command again to continue"
+            )
+        if not self.sizes:
+            raise UserError(
+                f"{self.folder} has no token files: write them by `python -m mupscale prepare`, or name a folder with "
+                ".ds files of datatrove"
+            )
+        _refuse_other_kinds(self)
+        names = sorted(name for name in self.sizes if name.endswith(TOKENS))
+        with ThreadPoolExecutor(READERS) as pool:
+            files = list(pool.map(lambda name: _checked(self, name), names))
+        _refuse_incomplete(self, files)
+        if not any(file.tokens for file in files):
+            raise UserError(f"{self.folder} has {len(files)} token files without any token")
+        _refuse_mixture(self.folder, "bytes of a token", ((file.token_bytes, file) for file in files))
+        _refuse_mixture(self.folder, "tokenizer", ((file.tokenizer, file) for file in files))
+        return files
+
+    @cached_property
+    def spans(self) -> dict[str, list[Span]]:
+        return _split(self.folder, [file for file in self.files if file.tokens])
+
+    @property
+    def token(self) -> np.dtype[Any]:
+        return TOKEN_TYPES[next(file.token_bytes for file in self.files if file.token_bytes)]
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The name that datatrove wrote into the metadata."""
+        return next((file.tokenizer for file in self.files if file.tokens and file.tokenizer is not None), None)
 
     def count(self, split: str) -> int:
         """The number of tokens of a split."""
@@ -126,22 +221,21 @@ class TokenFolder:
 
     def verify(self) -> None:
         """Raises a UserError for an index that does not ascend. Skipped if all indices exceed MOST_INDEX_BYTES."""
-        if self.index_bytes > MOST_INDEX_BYTES:
+        if sum(size for name, size in self.sizes.items() if name.endswith(ENDS)) > MOST_INDEX_BYTES:
             return
-        names = {span.name for spans in self.spans.values() for span in spans}
-        with ThreadPoolExecutor(READERS) as pool:
-            for name, place in zip(names, pool.map(self._first_descent, names), strict=True):
-                if place is not None:
-                    raise UserError(
-                        f"{self.folder / name}.index is damaged: document {place} ends before it begins. "
-                        "Tokenise the file again, or copy the index again"
-                    )
 
-    def _first_descent(self, name: str) -> int | None:
-        """The number of the first document that ends before it begins."""
-        ends = np.fromfile(f"{self.folder / name}.index", END)
-        descents = np.flatnonzero(ends[1:] < ends[:-1])
-        return int(descents[0]) + 1 if len(descents) else None
+        def check(file: TokenFile) -> None:
+            path = f"{self.folder / file.name}.index"
+            ends = np.fromfile(path, END)
+            descents = np.flatnonzero(ends[1:] < ends[:-1])
+            if len(descents):
+                raise UserError(
+                    f"{path} is damaged: document {descents[0] + 1} ends before it begins. "
+                    "Tokenise the file again, or copy the index again"
+                )
+
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(check, self.files))
 
     def refuse_vocabulary(self, vocabulary: Vocabulary) -> None:
         for split, (place, largest) in self._largest_sampled.items():
@@ -153,116 +247,37 @@ class TokenFolder:
         answer = {}
         for split in SPLITS:
             tokens = self.tokens(split)
-            samples = min(SAMPLES, -(-len(tokens) // SAMPLE_TOKENS))
             found = []
-            for number in range(samples):
-                begin, end = (edge * len(tokens) // samples for edge in (number, number + 1))
-                out = np.empty(min(end - begin, SAMPLE_TOKENS), self.token)
-                tokens.read(begin, out)
-                found.append((int(out.max()), begin + int(out.argmax())))
+            for begin in range(0, len(tokens), max(SAMPLE_TOKENS, -(-len(tokens) // SAMPLES))):
+                sample = np.empty(min(len(tokens) - begin, SAMPLE_TOKENS), self.token)
+                tokens.read(begin, sample)
+                found.append((int(sample.max()), begin + int(sample.argmax())))
             largest, place = max(found)
             answer[split] = place, largest
         return answer
 
-    @cached_property
-    def end_of_text(self) -> int | None:
-        """The token that ends each document of a sample, as the index has documents; None if they end differently."""
-        spans = [span for spans in self.spans.values() for span in spans]
-        found: set[int] = set()
-        for span in spans[:: -(-len(spans) // FILES_SAMPLED)]:
-            path = self.folder / span.name
-            ends = np.unique(np.fromfile(f"{path}.index", END, DOCUMENTS_SAMPLED))
-            tokens = np.memmap(path, self.token, "r")
-            found.update(int(tokens[end - 1]) for end in ends.tolist() if 0 < end <= len(tokens))
-        return found.pop() if len(found) == 1 else None
-
     def summary(self) -> str:
         """One line about the folder."""
         train, val = (f"{self.count(split):,}" for split in SPLITS)
-        ends = "the documents of a sample end with different tokens"
-        if self.end_of_text is not None:
-            ends = f"documents end with the token {self.end_of_text}"
         tokenizer = f", tokenizer {self.tokenizer}" if self.tokenizer is not None else ""
         return (
-            f"{self.folder}: {train} tokens to train on, {val} held out, in {self.files:,} token files"
-            f"{tokenizer}; {ends}"
+            f"{self.folder}: {train} tokens to train on, {val} held out, in {len(self.files):,} token files{tokenizer}"
         )
 
 
-def list_files(folder: Path) -> Listing:
-    """The files of datatrove in a folder and below it; none if there is no such folder."""
-    files: dict[str, tuple[int, int]] = {}
-    links: list[str] = []
-    pending = [""] if folder.is_dir() else []
-    with as_user_errors(OSError):
-        while pending:
-            inside = pending.pop()
-            with os.scandir(folder / inside) as entries:
-                for entry in entries:
-                    name = inside + entry.name
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(f"{name}/")
-                    elif entry.name.endswith((TOKENS, ENDS, METADATA, LOSS)) or COMPRESSED.search(entry.name):
-                        status = entry.stat()
-                        if not stat.S_ISREG(status.st_mode):
-                            raise UserError(f"{folder / name} is not a file")
-                        files[name] = status.st_size, status.st_mtime_ns
-                        if entry.is_symlink():
-                            links.append(name)
-                    elif entry.is_symlink() and entry.is_dir():
-                        links.append(name)
-    return Listing(folder, files, links)
-
-
-def read_token_folder(listing: Listing) -> TokenFolder:
-    """The token files of a listing; raises a UserError for one that does not fit its index or metadata."""
-    folder = listing.folder
-    if (folder / PROGRESS).exists() and not (folder / PREPARED).exists():
-        raise UserError(
-            f"{folder} is not finished: run the same `python -m mupscale prepare` command again to continue"
-        )
-    if not listing.files:
-        raise UserError(
-            f"{folder} has no token files: write them by `python -m mupscale prepare`, or name a folder with .ds files "
-            "of datatrove"
-        )
-    _refuse_other_kinds(listing)
-    names = sorted(name for name in listing.files if name.endswith(TOKENS))
-    with ThreadPoolExecutor(READERS) as pool, as_user_errors(OSError):
-        files = list(pool.map(lambda name: _checked(listing, name), names))
-        _refuse_incomplete(listing, files)
-        filled = [file for file in files if file.tokens]
-        if not filled:
-            raise UserError(f"{folder} has {len(files)} token files without any token")
-        for what in ("token_bytes", "tokenizer"):
-            _refuse_mixture(folder, filled, what)
-        spans = _split(folder, filled)
-    return TokenFolder(
-        folder,
-        TOKEN_TYPES[filled[0].token_bytes or 2],
-        next((file.tokenizer for file in filled if file.tokenizer is not None), None),
-        len(files),
-        sum(size for name, (size, _) in listing.files.items() if name.endswith(ENDS)),
-        spans,
-        listing.version,
-    )
-
-
-def _refuse_other_kinds(listing: Listing) -> None:
-    folder = listing.folder
-    for name in listing.links:
-        raise UserError(f"{folder / name} is a link: copy the files into the folder, or use hard links (`cp -al`)")
+def _refuse_other_kinds(folder: TokenFolder) -> None:
     stages: dict[str, tuple[str, str]] = {}
-    for name, (size, _) in sorted(listing.files.items()):
+    for name, size in sorted(folder.sizes.items()):
+        path = folder.folder / name
         if COMPRESSED.search(name):
-            raise UserError(f"{folder / name} is compressed and cannot be mapped: unpack it, and delete this file")
+            raise UserError(f"{path} is compressed and cannot be mapped: unpack it, and delete this file")
         if name.endswith(LOSS):
             raise UserError(
-                f"{folder / name} has a mask of the tokens to predict, and FineWeb predicts all tokens: tokenise with "
+                f"{path} has a mask of the tokens to predict, and FineWeb predicts all tokens: tokenise with "
                 f"save_loss_metadata=False, or delete the {LOSS} files to train on all tokens"
             )
-        if name.endswith(ENDS) and name.removesuffix(".index") not in listing.files:
-            raise UserError(f"{folder / name.removesuffix('.index')} is missing, and its index is there")
+        if name.endswith(ENDS) and name.removesuffix(".index") not in folder.sizes:
+            raise UserError(f"{path.with_suffix('')} is missing, and its index is there")
         stage = STAGE.match(name)
         if stage is None or not size:
             continue
@@ -270,15 +285,15 @@ def _refuse_other_kinds(listing: Listing) -> None:
         other, first = stages.setdefault(stage["task"], (reached, name))
         if reached != other:
             raise UserError(
-                f"{folder / name} has the documents of {first}: the task was interrupted. Run the pipeline again; or, "
-                "if it has finished, delete the unshuffled file and its index"
+                f"{path} has the documents of {first}: the task was interrupted. Run the pipeline again; or, if it has "
+                "finished, delete the unshuffled file and its index"
             )
 
 
-def _checked(listing: Listing, name: str) -> TokenFile:
+def _checked(folder: TokenFolder, name: str) -> TokenFile:
     """What is known of a file; raises a UserError if its length does not fit its index and its metadata."""
-    path, size = listing.folder / name, listing.files[name][0]
-    index_size, _ = listing.files.get(f"{name}.index", (None, None))
+    path, size = folder.folder / name, folder.sizes[name]
+    index_size = folder.sizes.get(f"{name}.index")
     if index_size is None:
         raise UserError(
             f"there is no {path}.index, which datatrove writes after the tokens: copy it, or run the pipeline again "
@@ -289,7 +304,7 @@ def _checked(listing: Listing, name: str) -> TokenFile:
     indexed = int(np.memmap(f"{path}.index", END, "r")[-1]) if index_size else 0
     tokenizer: str | None = None
     token_bytes: int | None = None
-    if f"{name}.metadata" in listing.files:
+    if f"{name}.metadata" in folder.sizes:
         tokenizer, token_bytes, tokens = _metadata(path)
         if tokens != indexed:
             raise UserError(
@@ -325,34 +340,33 @@ def _metadata(path: Path) -> tuple[str, int | None, int]:
     return tokenizer, int(token_bytes), tokens
 
 
-def _refuse_incomplete(listing: Listing, files: Sequence[TokenFile]) -> None:
+def _refuse_incomplete(folder: TokenFolder, files: Sequence[TokenFile]) -> None:
     tokens = {file.name: file.tokens for file in files}
-    for name in listing.files:
+    for name in folder.sizes:
         merged = name.removesuffix(".metadata")
         if not name.endswith(METADATA) or merged in tokens:
             continue
         place, slash, base = merged.rpartition("/")
         part = re.compile(rf"{re.escape(place + slash)}(.*/)?\d{{3,}}_{re.escape(base)}")
         found = [count for file, count in tokens.items() if part.fullmatch(file)]
-        total = _metadata(listing.folder / merged)[2]
+        total = _metadata(folder.folder / merged)[2]
         if sum(found) != total:
             raise UserError(
-                f"{listing.folder / name} says {total} tokens, the {len(found)} files NUMBER_{base} have {sum(found)}: "
+                f"{folder.folder / name} says {total} tokens, the {len(found)} files NUMBER_{base} have {sum(found)}: "
                 "copy those that are missing, or delete this file"
             )
 
 
-def _refuse_mixture(folder: Path, files: Iterable[TokenFile], what: str) -> None:
+def _refuse_mixture(folder: Path, what: str, values: Iterable[tuple[Any, TokenFile]]) -> None:
+    """UserError for files with different values, by which it calls two of them; None is no value."""
     by_value: dict[Any, str] = {}
-    for file in files:
-        value = getattr(file, what)
-        if value is not None:
+    for value, file in values:
+        if value is not None and file.tokens:
             by_value.setdefault(value, file.name)
     if len(by_value) > 1:
         (one, first), (other, second), *_ = by_value.items()
-        words = "tokenizer" if what == "tokenizer" else "bytes of a token"
         raise UserError(
-            f"{folder} mixes files of two tokenizers: {words} {one} in {first}, {other} in {second}. Give them folders "
+            f"{folder} mixes files of two tokenizers: {what} {one} in {first}, {other} in {second}. Give them folders "
             "of their own; if one tokenizer has two names, make the first lines of their .metadata agree"
         )
 

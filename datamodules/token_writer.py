@@ -31,10 +31,17 @@ class TokenWriter:
         folder.mkdir(exist_ok=True)
         kept: list[Path] = []
         for number, (tokens, documents) in enumerate(self.counts):
-            kept += self._cut_back(number, tokens, documents)
-        for path in (*folder.glob(f"*{TOKENS}"), *folder.glob(f"*{ENDS}")):
-            if path not in kept:
-                path.unlink()
+            sizes = tokens * TOKEN.itemsize, documents * END.itemsize
+            for path, size in zip(self._paths(number), sizes, strict=True):
+                found = path.stat().st_size if path.is_file() else 0
+                if found < size:
+                    raise UserError(
+                        f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it again"
+                    )
+                os.truncate(path, size)
+                kept.append(path)
+        for path in {*folder.glob("*.ds*")}.difference(kept):
+            path.unlink()
 
     @property
     def tokens(self) -> int:
@@ -82,14 +89,3 @@ class TokenWriter:
 
     def _paths(self, number: int) -> tuple[Path, Path]:
         return self.folder / f"{number:05d}{TOKENS}", self.folder / f"{number:05d}{ENDS}"
-
-    def _cut_back(self, number: int, tokens: int, documents: int) -> tuple[Path, Path]:
-        paths = self._paths(number)
-        for path, size in zip(paths, (tokens * TOKEN.itemsize, documents * END.itemsize), strict=True):
-            found = path.stat().st_size if path.is_file() else 0
-            if found < size:
-                raise UserError(
-                    f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it again"
-                )
-            os.truncate(path, size)
-        return paths

@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mupscale.datamodules.mapped_tokens import MappedTokens, Vocabulary
 from mupscale.datamodules.resident import Plan, ResidentLoader
+from mupscale.datamodules.token_files import MappedTokens, Vocabulary
 
 COPIED_AT_ONCE = 2**24
 """Tokens that are in memory while all are copied to the training device."""
 DRAWN_AT_ONCE = 2**20
-"""Starts of random windows that are in memory."""
-DRAWS_KEPT = 2
+"""Starts of random windows that are in memory, about."""
 TYPES = {2: (torch.int16, torch.uint16), 4: (torch.int32, torch.uint32)}
 """By the bytes of a token: a type of that size, and the token's own type, for which torch lacks most operations."""
 
@@ -34,13 +33,12 @@ class ResidentWindows:
         self.starts_device = device
         signed, self._type = TYPES[tokens.token.itemsize]
         content = torch.empty(len(tokens), dtype=signed, device=device)
-        for begin, content_of_file in tokens.parts():
-            for first in range(0, len(content_of_file), COPIED_AT_ONCE):
-                part = np.array(content_of_file[first : first + COPIED_AT_ONCE])
-                place = begin + first
-                if vocabulary is not None:
-                    tokens.refuse_beyond(vocabulary, place, part)
-                content[place : place + len(part)] = torch.from_numpy(part.view(f"<i{part.itemsize}"))
+        for begin in range(0, len(tokens), COPIED_AT_ONCE):
+            part = np.empty(min(len(tokens) - begin, COPIED_AT_ONCE), tokens.token)
+            tokens.read(begin, part)
+            if vocabulary is not None:
+                tokens.refuse_beyond(vocabulary, begin, part)
+            content[begin : begin + len(part)] = torch.from_numpy(part.view(f"<i{part.itemsize}"))
         self._windows = content.unfold(0, size, 1)  # a view: each row is the window that begins there
 
     def rows(self, starts: Tensor) -> Tensor:
@@ -79,8 +77,6 @@ class MappedWindows:
 class WindowLoader(ResidentLoader):
     """Batches of windows that overlap by one token, or begin anywhere; a state of other `files` is refused."""
 
-    _rows_stand_alone = True
-
     def __init__(
         self,
         windows: ResidentWindows | MappedWindows,
@@ -114,9 +110,9 @@ class WindowLoader(ResidentLoader):
             return ()
         return (torch.randint(self._last_start + 1, (rows,), generator=generator),)
 
-    def _plan_for_drawing(self, epoch: int) -> Plan:
+    def _new_plan(self, epoch: int) -> Plan:
         if isinstance(self.windows, ResidentWindows):
-            return self._new_plan(epoch)
+            return super()._new_plan(epoch)
         if self._is_sequential:
             return (Ascending(),)
         return Ascending(), RandomStarts(self._last_start, self._rows, self._generator(epoch))
@@ -135,42 +131,25 @@ class Ascending:
 
 
 class RandomStarts:
-    """The tensor that one `torch.randint` gives for a whole epoch, in parts: some are in memory, others drawn again.
+    """The tensor that one `torch.randint` gives for a whole epoch, of which a part is in memory.
 
     torch draws numbers one by one, so several small draws give the same numbers as one large draw. Starting in the
-    middle of an epoch repeats the draws before it, which takes 13 s for a thousand million rows.
+    middle of an epoch repeats the draws before it, which takes 13 s for a thousand million rows; so does going back.
     """
 
     def __init__(self, largest: int, rows: int, generator: torch.Generator) -> None:
         self._largest, self._rows = largest, rows
-        self._generator = generator
-        self._states = [generator.get_state()]
-        """The state of the generator before each draw; the last one is that of the draw after those made so far."""
-        self._draws: dict[int, Tensor] = {}
+        self._generator, self._first_state = generator, generator.get_state()
+        self._begin, self._drawn = 0, torch.empty(0, dtype=torch.int64)
+        """The place of the first number in memory, and these numbers."""
 
     def __getitem__(self, places: slice) -> Tensor:
-        first, last = places.start // DRAWN_AT_ONCE, max(places.stop - 1, places.start) // DRAWN_AT_ONCE
-        parts = []
-        for number in range(first, last + 1):
-            begin = number * DRAWN_AT_ONCE
-            parts.append(self._draw(number)[max(places.start - begin, 0) : places.stop - begin])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _draw(self, number: int) -> Tensor:
-        if number in self._draws:
-            return self._draws[number]
-        while len(self._states) <= number:
-            self._made(len(self._states) - 1)
-        drawn = self._made(number)
-        while len(self._draws) >= DRAWS_KEPT:
-            del self._draws[next(iter(self._draws))]
-        self._draws[number] = drawn
-        return drawn
-
-    def _made(self, number: int) -> Tensor:
-        self._generator.set_state(self._states[number])
-        rows = min(DRAWN_AT_ONCE, self._rows - number * DRAWN_AT_ONCE)
-        drawn = torch.randint(self._largest + 1, (rows,), generator=self._generator)
-        if number + 1 == len(self._states):
-            self._states.append(self._generator.get_state())
-        return drawn
+        if places.start < self._begin:
+            self._generator.set_state(self._first_state)
+            self._begin, self._drawn = 0, self._drawn[:0]
+        while places.stop > self._begin + len(self._drawn):
+            kept = self._drawn[max(places.start - self._begin, 0) :]
+            self._begin += len(self._drawn) - len(kept)
+            rows = min(DRAWN_AT_ONCE, self._rows - self._begin - len(kept))
+            self._drawn = torch.cat([kept, torch.randint(self._largest + 1, (rows,), generator=self._generator)])
+        return self._drawn[places.start - self._begin : places.stop - self._begin]

@@ -1,11 +1,12 @@
-"""Reads YAML and JSON files as plain data; refuses files that are nested too deep or expand without bounds."""
+"""Reads YAML, JSON and torch files as plain data; refuses what is nested too deep, expands without bounds, or runs."""
 
 import json
 import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -166,3 +167,40 @@ def _whole(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise UserError(f"it has a number of {len(digits)} digits")
     return int(digits)
+
+
+# --- files of torch
+
+METADATA = ".metadata"
+"""The file that says which values are where in the shards."""
+
+META = "meta.pt"
+"""The file with what is not in the shards. It is written last: a folder without it was never finished."""
+
+
+def damage_in(file: Path | BinaryIO) -> str | None:
+    """What is wrong with a file of torch.save (since version 1.6), or None; reads all of it, a gigabyte a second."""
+    if not zipfile.is_zipfile(file):
+        return None
+    try:
+        with zipfile.ZipFile(file) as archive:
+            part = archive.testzip()
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+        return str(error)
+    return None if part is None else f"the checksum of {part} does not match"
+
+
+def data_in(file: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """The dictionary in a file of `torch.save`, on the CPU. Raises a UserError if it holds something else, or code."""
+    import torch
+
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(file))
+    except Exception as error:  # torch raises many exception types
+        raise UserError(
+            f"{file} is not a checkpoint, or is damaged, or holds more than data ({type(error).__name__}); nothing of "
+            "it was loaded"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not a checkpoint")
+    return content

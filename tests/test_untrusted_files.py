@@ -74,10 +74,6 @@ def checkpoint(_: Path) -> None:
     torch.save({"state_dict": {}, "global_step": 3, "optimizer_states": [Attack()]}, "evil.ckpt")
 
 
-def old_checkpoint(_: Path) -> None:
-    Path("evil.ckpt").write_bytes(pickle.dumps(Attack()))
-
-
 def run(_: Path) -> None:
     Path("theirs").mkdir()
     small(Path("theirs/config.yaml"))
@@ -233,27 +229,19 @@ def noise(content: str) -> Callable[[Path], None]:
 PROGRESS = b'{"preparation": {}, "files": {"train": %s, "val": []}}'
 
 ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
-    "checkpoint: upscale": (
-        checkpoint,
-        "upscale evil.ckpt --width 16 --out o",
-        "is not a checkpoint, or is damaged",
-    ),
-    "checkpoint: an old one": (old_checkpoint, "upscale evil.ckpt --width 16 --out o", "is not a checkpoint"),
+    "checkpoint: upscale": (checkpoint, "upscale evil.ckpt --width 16 --out o", "is not a checkpoint, or is damaged"),
     "checkpoint: validate": (checkpoint, "validate --config c.yaml --ckpt_path evil.ckpt", "nothing of it was loaded"),
     "checkpoint: fit": (checkpoint, "fit --config c.yaml --model.init_from=evil.ckpt", "is not a checkpoint"),
     "checkpoint: resume": (run, "resume theirs", "has no checkpoint that can be read"),
     "sharded: metadata": (sharded, "test --config c.yaml --ckpt_path evil.ckpt", "which no checkpoint needs"),
     "sharded: a link": (sharded_elsewhere, "fit --config c.yaml --ckpt_path evil.ckpt", "outside of its folder"),
     "YAML: a tag": (configuration(TAG), "plan --config evil.yaml", "python/object/apply:os.system"),
-    "YAML: best.yaml": (configuration(TAG), "fit --config c.yaml --config=evil.yaml", "python/object/apply:os.system"),
     "YAML: aliases": (configuration(BOMB), "fit --config evil.yaml", "more than 100,000 values"),
     "YAML: depth": (configuration(DEEP), "verify --config evil.yaml", "nested more than 100 levels"),
     "YAML: itself": (configuration("a: &a [*a]\n"), "sweep --config evil.yaml --sweep a=1 --out s", "refers to itself"),
     "YAML: experiment": (configuration(BOMB), "experiment evil.yaml", "more than 100,000 values"),
-    "YAML: a deep experiment": (configuration(DEEP), "experiment evil.yaml", "nested more than 100 levels"),
     "YAML: report": (logged(BOMB), "report theirs", "more than 100,000 values"),
-    "YAML: a deep report": (logged(DEEP), "report theirs", "nested more than 100 levels"),
-    "YAML: a tag in a report": (logged(TAG), "report theirs", "is not the configuration of a run"),
+    "YAML: a tag in a report": (logged(TAG), "report theirs", "theirs/config.yaml is not YAML that can be read"),
     "YAML: types in a report": (
         logged(yaml.safe_dump(CONFIG | {"trainer": CONFIG["trainer"] | {"max_steps": "many"}})),
         "report theirs",
@@ -262,20 +250,15 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "events: a link": (event_link, "report theirs", "is a link to a file outside of its folder"),
     "events: another length": (events, "report theirs", "there is nothing to report"),
     "JSON: runs elsewhere": (experiment(runs=[{"folder": "OUTSIDE"}]), "report theirs", "something outside of it"),
-    "JSON: runs above": (experiment(runs=[{"folder": "../.."}]), "report theirs", "something outside of it"),
     "JSON: sweeps elsewhere": (experiment(sweeps={"a": "OUTSIDE"}), "report theirs", "something outside of it"),
-    "JSON: runs of another type": (experiment(runs=[{"folder": 3}]), "report theirs", "something outside of it"),
     "JSON: a table": (table, "report theirs", "there is nothing to report"),
     "JSON: noise": (noise(DEEP), "upscale mlp.ckpt --width 16 --out o --recorded-noise evil.json", "nested too deep"),
     "points: a pickle": (points(pickle.dumps(Attack())), SWEEP, "points.json is damaged"),
     "points: another file": (points(b'{"other": 1}'), SWEEP, "points.json is not of this sweep"),
-    "points: a list": (points(b"[1]"), SWEEP, "points.json is damaged"),
-    "points: depth": (points(DEEP.encode()), SWEEP, "points.json is damaged"),
     "points: a link": (link("points.json"), SWEEP, "points.json is a link"),
     "preparation: a pickle": (progress(pickle.dumps(Attack())), PREPARE, "progress.json is damaged"),
     "preparation: depth": (progress(DEEP.encode()), PREPARE, "progress.json is damaged"),
     "preparation: below 0": (progress(PROGRESS % b"[[-1, 0]]"), PREPARE, "progress.json is damaged"),
-    "preparation: types": (progress(PROGRESS % b"3"), PREPARE, "progress.json is damaged"),
     "preparation: a linked split": (link("train"), PREPARE, "train is a link"),
     "preparation: a linked vocabulary": (link("tokenizer.json"), PREPARE, "tokenizer.json is a link"),
     "preparation: finished": (prepared(b'{"vocabulary": "many"}'), PREPARE, "preparation.json is damaged"),
@@ -286,13 +269,12 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "CIFAR-100: an archive": (archive, RESNET, "is cut short, damaged or another file"),
     "parquet: a pickle": (parquet, "prepare text evil.parquet --vocab 300 --out p", "needs a column `text` of strings"),
     "token files: a link": (token_files(link=".ds"), GPT2, "is a link: copy the files into the folder"),
-    "token files: an index that is a link": (token_files(link=".ds.index"), GPT2, "is a link: copy the files"),
     "token files: an end beyond all": (token_files(end=2**64 - 1), GPT2, "its index says 18446744073709551615 tokens"),
     "token files: a number too long": (token_files(metadata="x|2\n" + "9" * 10_000), GPT2, "metadata is damaged"),
 }
 """What makes the file, the command that reads it, and what the message must contain."""
 
-FAST = ("checkpoint: upscale", "checkpoint: an old one", "YAML: depth", "JSON: runs elsewhere", "JSON: noise")
+FAST = ("checkpoint: upscale", "YAML: depth", "JSON: runs elsewhere", "JSON: noise")
 
 
 @pytest.fixture(scope="module")
@@ -339,11 +321,8 @@ def test_results_of_other_types(tmp_path: Path) -> None:
 
 JOURNALS = {
     "a text": b'"many"',
-    "a list": b"[1]",
     "beyond floats": b"1" + b"0" * 400,
     "deep": b"[" * 100_000,
-    "half": b'{"steps": ',
-    "binary": bytes(range(256)),
     "a text as a value": b'{"steps": "many", "train_loss": "x", "flops": [], "growths": 3}',
     "values beyond floats": b'{"steps": 1%s, "train_loss": 1%s, "seconds": 1%s, "flops": 1%s}' % ((b"0" * 400,) * 4),
 }

@@ -114,43 +114,32 @@ def test_every_crop_and_flip_is_torchvisions_bit_by_bit(arrays: Arrays):
 # ---- batches
 
 
-@pytest.mark.slow
-def test_training_batches_are_torchvisions_of_what_the_epoch_draws(folder: str, arrays: Arrays):
-    """Crop and flip are read off the pixels, so that the draw itself is seen: every offset occurs, and every sample has
-    its own.
-    """
-    data = module(folder)
-    statistics = channel_statistics(torch.from_numpy(arrays["x_train"]))
-    variants = {}
-    for row, image in enumerate(arrays["x_train"]):
-        for some in product(range(9), range(9), (False, True)):
-            pixels = np.pad(image, ((4, 4), (4, 4), (0, 0)))[some[0] : some[0] + 32, some[1] : some[1] + 32]
-            variants[(pixels[:, ::-1] if some[2] else pixels).tobytes()] = row, some
-    mean, deviation = (statistic.float().view(3, 1, 1) for statistic in statistics)
-    loader, drawn = data.train_dataloader(), []
+def test_every_sample_of_an_epoch_has_its_own_crop_and_flip(
+    folder: str, arrays: Arrays, monkeypatch: pytest.MonkeyPatch
+):
+    drawn: list[list[Tensor]] = []
+
+    def noted(images: Tensor, *draws: Tensor) -> Tensor:
+        drawn.append([draw.clone() for draw in draws[:4]])
+        return augment(images, *draws)
+
+    monkeypatch.setattr("mupscale.datamodules.cifar100.augment", noted)
+    loader = module(folder).train_dataloader()
     for _ in range(15):
         batches = epoch(loader)
         assert len(batches) == 4
-        seen = []
-        for images, labels in batches:
-            assert images.is_contiguous(memory_format=torch.channels_last)
+        for (images, labels), (rows, *_) in zip(batches, drawn[-4:], strict=True):
             assert (images.dtype, images.shape, labels.dtype) == (torch.float32, (BATCH, 3, 32, 32), torch.int64)
-            raw = ((images * deviation + mean) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-            found = [variants[image.tobytes()] for image in raw]
-            assert labels.tolist() == arrays["y_train"][[row for row, _ in found]].tolist()
-            assert len({some for _, some in found}) > BATCH / 2
-            assert torch.equal(images[0], torchvision(arrays["x_train"][found[0][0]], statistics, *found[0][1]))
-            seen += found
-        assert len({row for row, _ in seen}) == 64
-        drawn += [some for _, some in seen]
-    tops, lefts, flips = np.array(drawn).T
+            assert labels.tolist() == arrays["y_train"][rows].tolist()
+        assert len({row for rows, *_ in drawn[-4:] for row in rows.tolist()}) == 64
+    _, tops, lefts, flips = (torch.cat(draws) for draws in zip(*drawn, strict=True))
     for offsets in (tops, lefts):
-        counts = np.bincount(offsets)
+        counts = torch.bincount(offsets)
         assert len(counts) == 9
         assert counts.min() > 70  # of 960, in ninths
-    assert 0.45 < flips.mean() < 0.55
-    for one, other in ((tops, lefts), (tops, flips), (lefts, flips)):
-        assert abs(np.corrcoef(one, other)[0, 1]) < 0.1
+    assert 0.45 < flips.double().mean() < 0.55
+    together = torch.stack([tops, lefts, flips]).double()
+    assert torch.corrcoef(together).fill_diagonal_(0).abs().max() < 0.1
 
 
 def test_evaluation_sees_the_test_images_as_they_are(folder: str, arrays: Arrays):

@@ -116,16 +116,6 @@ def test_evaluation_sees_every_held_out_row_once(data: Covertype):
 # ---- the trainer's device and ranks
 
 
-def test_tensors_move_to_the_device_of_the_trainer_at_hand():
-    data = Covertype()
-    data.setup()
-    assert next(iter(data.train_dataloader()))[0].device.type == "cpu"
-    data.trainer = trainer_stub("meta")
-    data.setup("fit")
-    for loader in (data.train_dataloader(), data.val_dataloader()):
-        assert {tensor.device.type for tensor in loader.tensors} == {"meta"}
-
-
 def test_overfitting_sees_the_same_batches_every_epoch(data: Covertype):
     overfit = Covertype()
     overfit.trainer = trainer_stub(overfit_batches=1)
@@ -144,12 +134,8 @@ def test_overfitting_sees_the_same_batches_every_epoch(data: Covertype):
         (np.zeros((9, 53)), np.ones(9), r"X \(9, 53\)"),
         (np.zeros((9, 54)), np.ones(8), r"y \(8,\)"),
         (np.zeros((9, 54)), np.arange(9), r"labels 1\.\.7, has \[0, 1,"),
-        (np.zeros((0, 54)), np.ones(0), r"labels 1\.\.7, has \[\]"),
         (np.zeros((9, 54)), np.ones(9), r"covertype\.npz has y of float64, wanted integers 1\.\.7"),
-        (np.zeros((9, 54)), np.full(9, np.nan), r"covertype\.npz has y of float64, wanted integers 1\.\.7"),
-        (np.zeros((9, 54)), np.full(9, "1"), r"covertype\.npz has y of <U1, wanted integers 1\.\.7"),
         (np.full((9, 54), np.nan), np.ones(9, int), r"covertype\.npz has NaN or infinite numbers in X"),
-        (np.full((9, 54), np.inf), np.ones(9, int), r"covertype\.npz has NaN or infinite numbers in X"),
         (np.full((9, 54), "1"), np.ones(9, int), r"covertype\.npz has X of <U1, wanted numbers"),
     ],
 )
@@ -202,17 +188,6 @@ def test_the_published_file_is_fetched_once(
     Covertype(str(tmp_path / "new")).prepare_data()  # the server is gone
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>please log in</html>"])
-def test_a_download_of_another_checksum_is_refused(
-    tmp_path: Path, archive: bytes, content: bytes, monkeypatch: pytest.MonkeyPatch
-):
-    with serving(content) as url:
-        monkeypatch.setattr(covertype, "URL", url)
-        with pytest.raises(UserError, match="invalid hash value"):
-            Covertype(str(tmp_path / "new")).prepare_data()
-    assert names(tmp_path) == []
-
-
 def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with serving(b"") as url:
         monkeypatch.setattr(covertype, "URL", url)
@@ -220,4 +195,25 @@ def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monk
     with warnings.catch_warnings(record=True) as warned, pytest.raises(UserError, match=told):
         Covertype(str(tmp_path / "new")).prepare_data()
     assert not warned
+    assert names(tmp_path) == []
+
+
+def test_tensors_move_to_the_device_of_the_trainer_at_hand():
+    data = Covertype()
+    data.setup()
+    assert next(iter(data.train_dataloader()))[0].device.type == "cpu"
+    data.trainer = trainer_stub("meta")
+    data.setup("fit")
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        assert {tensor.device.type for tensor in loader.tensors} == {"meta"}
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>please log in</html>"])
+def test_a_download_of_another_checksum_is_refused(
+    tmp_path: Path, archive: bytes, content: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    with serving(content) as url:
+        monkeypatch.setattr(covertype, "URL", url)
+        with pytest.raises(UserError, match=r"covtype\.data\.gz is cut short, damaged or another file: its sha256 is"):
+            Covertype(str(tmp_path / "new")).prepare_data()
     assert names(tmp_path) == []

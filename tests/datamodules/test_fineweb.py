@@ -114,9 +114,7 @@ def test_the_crops_of_a_seed_stay_what_they_are(folder: str):
 def trainer_stub(rank: int = 0, ranks: int = 1, **options) -> SimpleNamespace:
     return SimpleNamespace(
         strategy=SimpleNamespace(
-            root_device=CPU,
-            broadcast=lambda value: value,
-            reduce_boolean_decision=lambda decision, all: decision,
+            root_device=CPU, broadcast=lambda value: value, reduce_boolean_decision=lambda decision, all: decision
         ),
         distributed_sampler_kwargs={"rank": rank, "num_replicas": ranks},
         lightning_module=SimpleNamespace(hparams=options.pop("hparams", {})),
@@ -222,12 +220,7 @@ def test_the_sample_is_found_where_it_is_installed():
 
 @pytest.mark.parametrize(
     ("order", "draw", "follows_seed"),
-    [
-        ("random", "train", True),
-        ("sequential", "train", False),
-        ("random", "val", False),
-        ("random", "predict", False),
-    ],
+    [("random", "train", True), ("sequential", "train", False), ("random", "val", False), ("random", "predict", False)],
 )
 def test_by_position_batches_are_those_of_iteration(
     folder: str, resident: bool, order: str, draw: str, follows_seed: bool

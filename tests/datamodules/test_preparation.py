@@ -37,7 +37,7 @@ def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path, pytest
 
 
 def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):
-    straight = prepared(article, tmp_path / "straight", file_tokens=preparation.FILE_TOKENS)
+    prepared(article, tmp_path / "straight", file_tokens=preparation.FILE_TOKENS)
     append, calls = preparation.TokenWriter.append, []
 
     def interrupting(*arguments: Any) -> None:
@@ -57,7 +57,7 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Pat
         calls.clear()
         main(["prepare", *map(str, command)])
         resumed = len(calls)
-    assert contents(tmp_path / "out") == contents(straight.folder)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
     whole = len(list(TextFiles([article]).batches(None)))
     assert resumed == 2 * (whole - 4)
 
@@ -70,19 +70,19 @@ def test_processes_that_start_together_make_one_folder(tmp_path: Path, article: 
         ended = list(pool.map(lambda _: run_program(*command, status=None), range(3)))
     assert 0 in [program.returncode for program in ended]
     assert all("is being prepared by another process" in program.stderr for program in ended if program.returncode)
-    assert contents(tmp_path / "out") == contents(
-        prepared(article, tmp_path / "alone", file_tokens=preparation.FILE_TOKENS).folder
-    )
+    prepared(article, tmp_path / "alone", file_tokens=preparation.FILE_TOKENS)
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
 def test_a_finished_folder_is_left_as_it_is(
     tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    folder = prepared(article, tmp_path / "out").folder
+    folder = tmp_path / "out"
+    prepared(article, folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     monkeypatch.setattr(preparation, "encode", None)
     (folder / "progress.json").write_text("of a process killed between its last two steps")
-    assert prepared(article, folder).content["train"]["documents"] > 0
+    assert prepared(article, folder)["train"]["documents"] > 0
     assert "is finished already" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 

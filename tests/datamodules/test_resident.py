@@ -3,6 +3,8 @@ Lightning too.
 """
 
 import shutil
+import threading
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from training_runs import quiet_trainer
 
+from mupscale.datamodules import resident
 from mupscale.datamodules.resident import ResidentLoader, joint_batch
 
 ROWS, BATCH = 26, 4  # six whole batches and two rows over
@@ -61,6 +64,27 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     others = [epoch(other) for _ in range(3)]
     # seed + epoch would make epoch 1 of seed 0 the epoch 0 of seed 1
     assert len({str(order) for order in epochs + others}) == 6
+
+
+def test_a_thread_draws_the_next_order_while_an_epoch_is_used(monkeypatch: pytest.MonkeyPatch):
+    """Each order once; from the second epoch on, no step waits for it. A copy draws for itself."""
+    expected, batches = loader(), loader()
+    epochs = [epoch(expected) for _ in range(3)]
+    draw, drawn = ResidentLoader._draw_plan, []
+
+    def note(self: ResidentLoader, number: int) -> tuple[Tensor, ...]:
+        drawn.append((number, threading.current_thread() is threading.main_thread()))
+        return draw(self, number)
+
+    monkeypatch.setattr(resident, "LONG", ROWS)
+    monkeypatch.setattr(ResidentLoader, "_draw_plan", note)
+    assert [epoch(batches), epoch(batches)] == epochs[:2]
+    batches._drawing_ahead.join()
+    assert not batches._drawing_ahead.daemon, "a program that ends meanwhile would be aborted"
+    assert drawn == [(0, True), (1, False), (2, False)]
+    copied = deepcopy(batches)
+    assert epoch(copied) == epoch(batches) == epochs[2]
+    assert (2, True) in drawn
 
 
 def test_the_order_ignores_and_leaves_the_global_generator():
@@ -159,25 +183,15 @@ def test_a_foreign_state_is_refused():
 # ---- by position
 
 
-class Differences(ResidentLoader):
-    """Each row less the first of its batch: a batch of several loaders must not be made as one."""
-
-    def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part - part[0] for part in super()._batch(rows))
-
-
 NUMBERS, PAIRS = torch.arange(ROWS), torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("tensors", [(NUMBERS,), (PAIRS, NUMBERS)], ids=["tensor", "tuple"])
-@pytest.mark.parametrize("kind", [ResidentLoader, Differences])
-def test_by_position_batches_are_those_of_iteration(
-    kind: type[ResidentLoader], tensors: tuple[Tensor, ...], shuffle: bool, drop_last: bool
-):
+def test_by_position_batches_are_those_of_iteration(tensors: tuple[Tensor, ...], shuffle: bool, drop_last: bool):
     def make(seed: int) -> ResidentLoader:
-        return kind(tensors, BATCH, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return ResidentLoader(tensors, BATCH, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     check_positions(make, follows_seed=shuffle)
 
@@ -201,6 +215,10 @@ def test_joint_batches_take_one_operation_a_tensor():
     assert not {"aten::copy_", "aten::stack", "aten::cat", "aten::clone"} & set(copied)
 
 
+class Other(ResidentLoader):
+    """Of another class."""
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -212,7 +230,7 @@ def test_joint_batches_take_one_operation_a_tensor():
         {"world_size": 2, "rank": 1},
         {"tensors": (NUMBERS.clone(),)},
         {"tensors": (NUMBERS, NUMBERS)},
-        {"kind": Differences},
+        {"kind": Other},
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from corpus import ENTRIES
 
-from mupscale.datamodules.vocabulary import encode, load_tokenizer, train_tokenizer
+from mupscale.datamodules.preparation import encode, load_tokenizer, train_tokenizer
 from mupscale.errors import UserError
 
 
