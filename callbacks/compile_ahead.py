@@ -28,8 +28,8 @@ from mupscale.models.checkpoint import Size
 PROGRAM = """
 import sys
 request = sys.stdin.buffer.read()
-from mupscale import _torchmetrics
-_torchmetrics.install()
+from mupscale import _imports
+_imports.install_parts()
 from mupscale.callbacks.compile_ahead import compile_request
 compile_request(request)
 """

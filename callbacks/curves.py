@@ -17,8 +17,7 @@ from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.tensorboard import log_lengths, log_scalars, tag_in, truncate_logs
 from mupscale.errors import UserError
 from mupscale.flops import LOGGED
-from mupscale.models._lightning import is_logged_in_training, log_interval, update_callback_metrics
-from mupscale.models._lightning_loop import accumulates
+from mupscale.models._lightning import accumulates, is_logged_in_training, log_interval, update_callback_metrics
 from mupscale.models.base import Growable, returned_loss, samples_in, tensors_in
 from mupscale.models.checkpoint import Width
 from mupscale.models.quiet_step import count_flops

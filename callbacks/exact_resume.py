@@ -27,21 +27,12 @@ from mupscale._torch import tree_map
 from mupscale.callbacks.swap import generators_of
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.data_files import interpreting
-from mupscale.models._lightning import callbacks_in, callbacks_of, set_callbacks, update_callback_metrics
-from mupscale.models._lightning_loop import place_in_data
+from mupscale.models._lightning import callbacks_in, callbacks_of, place_in_data, set_callbacks, update_callback_metrics
 from mupscale.models.checkpoint import RUN_KEY
 
 LOG_ARGUMENTS = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "metric_attribute",
-)
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute",
+)  # fmt: skip
 """Arguments of `self.log` that Lightning keeps, apart from the reduction."""
 
 REDUCTIONS: dict[str, Any] = {

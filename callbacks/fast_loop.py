@@ -15,8 +15,15 @@ from torch import Tensor
 from mupscale.callbacks.step_blocks import OF_STEPS, StepBlocks, takes_blocks
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, datamodule_of, detects_anomalies, enter_hook, profiler_of
-from mupscale.models._lightning_loop import EpochLoop, hands_over_the_iterator
+from mupscale.models._lightning import (
+    EpochLoop,
+    callbacks_of,
+    datamodule_of,
+    detects_anomalies,
+    enter_hook,
+    hands_over_the_iterator,
+    profiler_of,
+)
 from mupscale.models.base import Growable
 
 INSIDE_A_STEP = (

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from mupscale._torch import is_compiled_in_place
 from mupscale.base_shapes import clip_grad_norm_
+from mupscale.callbacks.swap import keeps_loss, refuse_shared_rates
 from mupscale.checks.recording import attributes_of, generators_kept, leaves_of, state_kept
 from mupscale.errors import UserError
 from mupscale.growing.upscale import find_plan
@@ -38,12 +39,10 @@ from mupscale.models.ordinary import (
     ungraft_,
 )
 from mupscale.models.quiet_step import ModuleCall, QuietStep
-from mupscale.schedules import refuse_one_rate_for_all, spread_schedule_
+from mupscale.schedules import spread_schedule_
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, joined
-from mupscale.widening.optimizers import rule_of
-from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import RatesOf, Source, sources_of
+from mupscale.widening.state import Continuation, Source
 from mupscale.widening.stepping import attach, names_by_id
 
 SAMPLES = 4
@@ -167,7 +166,7 @@ class OrdinaryGrowth:
             raise
         assert isinstance(report.optimizer, list)
         for optimizer, continued in zip(trainer.optimizers, report.optimizer, strict=True):
-            sources = sources_of(report.plan, narrow, optimizer, module, method.rates)
+            sources = Continuation(report.plan, narrow, optimizer, module, method.rates).sources()
             of_groups = [sources[id(group["params"][0])] for group in continued.param_groups]
             groups = continued.param_groups
             if lr is not None:
@@ -214,6 +213,44 @@ class OrdinaryGrowth:
         for callback in averaging_callbacks(module):
             set_average(callback, averaged_copy(callback, module))
 
+    @staticmethod
+    def load_growths(
+        trainer: Trainer, module: LightningModule, growths: Callable[[dict[str, Any]], list["OrdinaryGrowth"]]
+    ) -> None:
+        """Lets a module take the layers of a checkpoint before its weights load, by the growths before that."""
+        if "on_load_checkpoint" in vars(module):
+            return  # another callback has done it
+        original = module.on_load_checkpoint
+
+        def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
+            del vars(module)["on_load_checkpoint"]
+            for growth in growths(checkpoint):
+                growth.rebuild(trainer, module)
+            if isinstance(trainer.precision_plugin, DoublePrecision):
+                module.double()  # Lightning does so after it has loaded the weights, which were rounded then
+            original(checkpoint)
+
+        vars(module)["on_load_checkpoint"] = on_load_checkpoint
+
+    @staticmethod
+    def regroup(
+        trainer: Trainer, module: LightningModule, names: Sequence[Sequence[str]], states: Sequence[Any]
+    ) -> None:
+        """Splits the groups of new optimizers as those of a checkpoint are, so that their state can be loaded."""
+        named = dict(module.named_parameters())
+        for optimizer, listed, state in zip(trainer.optimizers, names, states, strict=True):
+            group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+            left, groups, sources = list(listed), [], []
+            for saved in state["param_groups"]:
+                count = len(saved["params"])
+                parameters, left = [named[name] for name in left[:count]], left[count:]
+                sources.append(Source(group_of[id(parameters[0])], 1.0))
+                groups.append({**optimizer.param_groups[sources[-1].group], "params": parameters})
+                groups[-1].pop("param_names", None)
+                if "param_names" in saved:
+                    groups[-1]["param_names"] = saved["param_names"]
+            _regroup_(trainer, optimizer, groups, sources)
+
     def _graft(self, trainer: Trainer, module: LightningModule) -> LightningModule:
         wide = self.recipe.build(module, trainer)
         return graft_(module, wide, self.recipe.hparams, self._built)
@@ -231,69 +268,10 @@ class OrdinaryGrowth:
         return few
 
 
-def keeps_loss(method: GrowthMethod, plan: Plan, narrow: nn.Module) -> bool:
-    """Whether the loss is the same just after a growth, before noise is added."""
-    return method.claim(plan, narrow, ()).function and plan.keeps_function
-
-
-def refuse_shared_rates(
-    module: LightningModule, narrow: nn.Module, schedulers: Sequence[Any], growth: Plan, rates_of: RatesOf
-) -> None:
-    """Raises a UserError for a schedule with one rate for all groups, if the growth changes their rates differently."""
-    names = names_by_id(narrow)
-    for scheduler in schedulers:
-        rule, groups = rule_of(scheduler.optimizer), scheduler.optimizer.param_groups
-        group_of = {names.get(id(parameter)): group for group in groups for parameter in group["params"]}
-        entries = [entry for entry in growth.parameters.values() if entry.origin in group_of]
-        try:
-            factors = {rule.scale(group_of[entry.origin], rates_of(entry)).lr for entry in entries}
-            schedule = f"configure_optimizers: {type(scheduler).__name__}"
-            remedy = "Use a schedule relative to each group's rate: eta_min = 0, LambdaLR or LinearLR"
-            refuse_one_rate_for_all(scheduler.state_dict(), factors, schedule, remedy)
-        except UserError as error:
-            raise UserError(f"{type(module).__name__}.{error}") from error
-
-
 REMEDY = (
     "Give hints on how parameters grow where their classes declare them (width_roles, width_blocks), or compare "
     "something else: call=, a function of the module and a batch that returns what the module computes"
 )
-
-
-def load_growths(
-    trainer: Trainer, module: LightningModule, growths: Callable[[dict[str, Any]], list[OrdinaryGrowth]]
-) -> None:
-    """Lets a module take the layers of a checkpoint before its weights load, by the growths it was written after."""
-    if "on_load_checkpoint" in vars(module):
-        return  # another callback has done it
-    original = module.on_load_checkpoint
-
-    def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
-        del vars(module)["on_load_checkpoint"]
-        for growth in growths(checkpoint):
-            growth.rebuild(trainer, module)
-        if isinstance(trainer.precision_plugin, DoublePrecision):
-            module.double()  # Lightning does so after it has loaded the weights, which were rounded then
-        original(checkpoint)
-
-    vars(module)["on_load_checkpoint"] = on_load_checkpoint
-
-
-def regroup(trainer: Trainer, module: LightningModule, names: Sequence[Sequence[str]], states: Sequence[Any]) -> None:
-    """Splits the groups of new optimizers as those of a checkpoint are, so that their state can be loaded."""
-    named = dict(module.named_parameters())
-    for optimizer, listed, state in zip(trainer.optimizers, names, states, strict=True):
-        group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        left, groups, sources = list(listed), [], []
-        for saved in state["param_groups"]:
-            count = len(saved["params"])
-            parameters, left = [named[name] for name in left[:count]], left[count:]
-            sources.append(Source(group_of[id(parameters[0])], 1.0))
-            groups.append({**optimizer.param_groups[sources[-1].group], "params": parameters})
-            groups[-1].pop("param_names", None)
-            if "param_names" in saved:
-                groups[-1]["param_names"] = saved["param_names"]
-        _regroup_(trainer, optimizer, groups, sources)
 
 
 def _regroup_(trainer: Trainer, optimizer: Optimizer, groups: list[dict[str, Any]], sources: Sequence[Source]) -> None:

@@ -23,8 +23,17 @@ from torch import Tensor
 from mupscale.atomic import partial, replacing, sync_folder
 from mupscale.callbacks.strides import Strides
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_in, callbacks_of, is_remote, is_trial_run, run_folder, set_callbacks
-from mupscale.models._lightning_loop import accumulates, batches_left, steps_before_validation
+from mupscale.models._lightning import (
+    accumulates,
+    batches_left,
+    callbacks_in,
+    callbacks_of,
+    is_remote,
+    is_trial_run,
+    run_folder,
+    set_callbacks,
+    steps_before_validation,
+)
 from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, run_and_step
 from mupscale.models.checkpoint_files import files_of, write_whole_files
 
@@ -90,7 +99,7 @@ class RunCheckpoint(ModelCheckpoint, Strides):
         self.keep_newest("on_train_start", trainer, pl_module)
         # processes of a distributed run may be at different steps; signals to a stack are for all its fits
         is_alone = trainer.world_size == 1 and not getattr(pl_module, "is_in_stack", False)
-        if is_alone and self.points is not None and not is_trial_run(trainer):
+        if is_alone and not is_trial_run(trainer):
             self.stop = StopRequest()
             self.stop.listen(signal.SIGTERM if trainer.received_sigterm else None)
 
@@ -159,13 +168,13 @@ class RunCheckpoint(ModelCheckpoint, Strides):
         return min(by_steps, batches_left(trainer))
 
     def stop_if_asked(self, trainer: Trainer) -> None:
-        """Ends a run that a signal asks to end, with a checkpoint for resuming."""
+        """Ends a run that a signal asks to end, with a checkpoint for resuming, unless its folder is remote."""
         if self.stop is None or self.stop.number is None:
             return
-        assert self.points is not None
-        if self.points._last_global_step_saved != trainer.global_step:
-            self.points.save(trainer)
-        self.relink(trainer, self.points.path_of(trainer))
+        if self.points is not None:
+            if self.points._last_global_step_saved != trainer.global_step:
+                self.points.save(trainer)
+            self.relink(trainer, self.points.path_of(trainer))
         self.files.wait()
         self.stop.obey()
 

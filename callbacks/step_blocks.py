@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mupscale.callbacks.strides import Strides
 from mupscale.cuda_graph import CapturedStep, step_kind
-from mupscale.models import _lightning_loop as loops
+from mupscale.models import _lightning as loops
 from mupscale.models._lightning import callbacks_in, callbacks_of
 from mupscale.models.base import Growable
 

@@ -12,8 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-from mupscale.models._lightning import log_interval, rates_of, update_callback_metrics
-from mupscale.models._lightning_loop import steps_before_validation
+from mupscale.models._lightning import log_interval, rates_of, steps_before_validation, update_callback_metrics
 
 
 class Strides(Callback):

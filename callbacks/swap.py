@@ -2,15 +2,23 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -19,7 +27,6 @@ from torch.utils.data import DataLoader
 
 from mupscale._torch import without_iterator
 from mupscale.callbacks.fast_loop import LeanEpochLoop
-from mupscale.callbacks.ordinary import OrdinaryGrowth, keeps_loss
 from mupscale.checks.recording import generators_kept, state_kept
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
@@ -39,24 +46,22 @@ from mupscale.models.base import Growable, has_own_optimizers, init_contexts, wi
 from mupscale.models.checkpoint import Layers, Size, Width
 from mupscale.models.growth_check import depth_between
 from mupscale.models.quiet_step import run_eagerly
-from mupscale.schedules import continue_schedule
+from mupscale.schedules import continue_schedule, refuse_one_rate_for_all
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, layer_at
-from mupscale.widening.optimizers import Sized
+from mupscale.widening.optimizers import Sized, rule_of
 from mupscale.widening.plan import branch_ratio, neutral_value
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import (
+    Continuation,
+    RatesOf,
     Source,
-    check_transfer,
     continue_scheduled_rates_,
     continue_settings_,
-    continued_groups,
     refuse_uneven_groups,
-    sources_of,
-    transfer_state,
 )
-from mupscale.widening.stepping import StateRule, attach
+from mupscale.widening.stepping import StateRule, attach, names_by_id
 from mupscale.widening.write import carry_modes_
 
 
@@ -71,7 +76,8 @@ class Swap:
     layers: Layers | None
     depth: Depth
     residual: Mapping[str, float]
-    ordinary: OrdinaryGrowth | None
+    ordinary: Any
+    """An `OrdinaryGrowth`, of a module that is not a Growable; its file is loaded for such a module only."""
     method: GrowthMethod
     noise: Noise | None
     lr: float | None
@@ -147,7 +153,7 @@ class Swap:
         # sharded, a network cannot run before the strategy has set it up
         is_compared = is_function_kept and noise is not None and module.device_mesh is None
         for optimizer in narrow_opts if self.state_rule != "reset" else ():
-            check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
+            Continuation(growth, narrow, optimizer, wide, state=self.state_rule).check(None)
         carry_modes_(narrow, wide)
         if self.method.needs_batches:
             self._fit_method(trainer, module, narrow, wide)
@@ -197,14 +203,15 @@ class Swap:
     ) -> list[Source]:
         """Continues rates (base rate times where the schedule is), hyperparameters and state; sources of groups."""
         rates_of = partial(self._rates_of, growth, narrow, wide)
-        continued = continued_groups(growth, narrow, before, wide, rates_of)
+        continuation = Continuation(growth, narrow, before, wide, rates_of, self.state_rule)
+        continued = continuation.groups()
         rates = {id(p): group for group in continued for p in group["params"]}
         if has_own_optimizers(module):
             try:
                 refuse_uneven_groups(continued, wide, after)
             except UserError as error:
                 raise RefusedSwap(f"{type(module).__name__}.{error}") from error
-        source_of = sources_of(growth, narrow, before, wide, rates_of)
+        source_of = continuation.sources()
         sources: list[Source] = []
         for group in after.param_groups:
             first = next((p for p in group["params"] if id(p) in rates), None)
@@ -230,18 +237,8 @@ class Swap:
             # a schedule of the momentum restarts with that of the rate
             starts_anew = ("momentum", "betas") if self.restart_schedule and "max_momentum" in group else ()
             continue_settings_(group, source, [key for key in after.defaults if key not in starts_anew])
-        transfer_state(
-            growth,
-            narrow,
-            before,
-            wide,
-            after,
-            consume=True,
-            state=self.state_rule,
-            rewarm_steps=self.rewarm_steps,
-            scale_of=self.method.scale,
-            to_copies=self.method.state_to_copies,
-        )
+        carried: dict[str, Any] = {"scale_of": self.method.scale, "to_copies": self.method.state_to_copies}
+        continuation.transfer(after, consume=True, rewarm_steps=self.rewarm_steps, **carried)
         return sources
 
     def _rates_of(self, growth: Plan, narrow: nn.Module, wide: nn.Module, entry: Growth) -> Sized:
@@ -275,6 +272,29 @@ class Swap:
             wide.to(average_device(callback, module))
             new.n_averaged.copy_(old.n_averaged)
             set_average(callback, new)
+
+
+def keeps_loss(method: GrowthMethod, plan: Plan, narrow: nn.Module) -> bool:
+    """Whether the loss is the same just after a growth, before noise is added."""
+    return method.claim(plan, narrow, ()).function and plan.keeps_function
+
+
+def refuse_shared_rates(
+    module: LightningModule, narrow: nn.Module, schedulers: Sequence[Any], growth: Plan, rates_of: RatesOf
+) -> None:
+    """Raises a UserError for a schedule with one rate for all groups, if the growth changes their rates differently."""
+    names = names_by_id(narrow)
+    for scheduler in schedulers:
+        rule, groups = rule_of(scheduler.optimizer), scheduler.optimizer.param_groups
+        group_of = {names.get(id(parameter)): group for group in groups for parameter in group["params"]}
+        entries = [entry for entry in growth.parameters.values() if entry.origin in group_of]
+        try:
+            factors = {rule.scale(group_of[entry.origin], rates_of(entry)).lr for entry in entries}
+            schedule = f"configure_optimizers: {type(scheduler).__name__}"
+            remedy = "Use a schedule relative to each group's rate: eta_min = 0, LambdaLR or LinearLR"
+            refuse_one_rate_for_all(scheduler.state_dict(), factors, schedule, remedy)
+        except UserError as error:
+            raise UserError(f"{type(module).__name__}.{error}") from error
 
 
 class OwnBatches:
@@ -373,3 +393,34 @@ def _built(trainer: Trainer, module: Growable, size: Size) -> nn.Module:
 def _seed(step: int) -> int:
     """The noise of a run depends on its seed and the step, not on how often it was interrupted."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) * 1_000_003 + step
+
+
+# --- Lightning's callbacks that do not work in a run that grows
+
+ABSOLUTE = "it sets absolute learning rates, which erases muP scaling, and its average does not grow with the network"
+
+CALLBACKS: dict[type[Callback], tuple[str, str]] = {
+    StochasticWeightAveraging: (ABSOLUTE, "use EMAWeightAveraging, whose average is widened with the network"),
+    ModelPruning: ("its masks have the shapes of the network before an upscale", "prune the finished model"),
+    BaseFinetuning: (
+        "it adds parameter groups to an optimizer that an upscale replaces",
+        "set requires_grad in the module's configure_model; a callback of your own may change it at any step",
+    ),
+    LearningRateFinder: (
+        "it sets the attribute `lr` of a module, but learning rates are those of model.optimizer",
+        "python -m mupscale sweep --sweep model.optimizer.lr=…",
+    ),
+    BatchSizeFinder: (
+        "it chooses the batch size at the narrow width, and a resumed run might choose another one",
+        "set data.batch_size",
+    ),
+    SpikeDetection: ("Lightning cannot load its state, so the run could not be resumed", "--stop_on_nan"),
+}
+"""Classes, why they do not work, and the remedy."""
+
+
+def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
+    for callback in callbacks:
+        for kind, (reason, remedy) in CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise UserError(f"trainer.callbacks: {type(callback).__name__} does not work here: {reason}; {remedy}")

@@ -15,8 +15,7 @@ from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.upscale import swaps_of
 from mupscale.errors import UserError
 from mupscale.methods.noise import SignalNoise, save_constants
-from mupscale.models._lightning import callbacks_in
-from mupscale.models._lightning_loop import accumulates, steps_before_validation, validates
+from mupscale.models._lightning import accumulates, callbacks_in, steps_before_validation, validates
 from mupscale.models.base import Growable, init_contexts, without_log
 
 DIVERGED = 10

@@ -18,8 +18,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from mupscale.callbacks.compile_ahead import pays_ahead, start_compiling
-from mupscale.callbacks.incompatible import refuse_callbacks
-from mupscale.callbacks.ordinary import OrdinaryGrowth, load_growths, refuse_shared_rates, regroup
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.swap import (
@@ -28,7 +26,9 @@ from mupscale.callbacks.swap import (
     Swap,
     keep_units_of_own_optimizers,
     measure_loss,
+    refuse_callbacks,
     refuse_many_loaders,
+    refuse_shared_rates,
 )
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import generators_kept
@@ -47,7 +47,6 @@ from mupscale.models.base import (
 )
 from mupscale.models.checkpoint import CHECKPOINT_KEY, PRE_UPSCALE, Layers, Size, Width, our_part
 from mupscale.models.checkpoint_files import files_of, write_whole_files
-from mupscale.models.ordinary import Recipe
 from mupscale.text_tables import notes_by_layer
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import How
@@ -160,7 +159,12 @@ class UpscaleCallback(Swap, Strides):
         self.width = width
         self.layers = layers
         self.depth = depth
-        self.ordinary = None if size is not None else OrdinaryGrowth(Recipe(hparams, make), call, depth)
+        self.ordinary = None
+        if size is None:
+            from mupscale.callbacks.ordinary import OrdinaryGrowth
+            from mupscale.models.ordinary import Recipe
+
+            self.ordinary = OrdinaryGrowth(Recipe(hparams, make), call, depth)
         self.noise = noise
         self.lr = lr
         self.state_rule = state_rule
@@ -213,7 +217,7 @@ class UpscaleCallback(Swap, Strides):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses, before training, what cannot work."""
         if self.ordinary is not None and not isinstance(pl_module, Growable):
-            load_growths(trainer, pl_module, lambda checkpoint: _grown_in(checkpoint, trainer))
+            self.ordinary.load_growths(trainer, pl_module, lambda checkpoint: _grown_in(checkpoint, trainer))
         if stage != "fit":
             return
         name = type(pl_module).__name__
@@ -290,7 +294,7 @@ class UpscaleCallback(Swap, Strides):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.ordinary is not None and self.ordinary.is_done and self._optimizers_in_checkpoint is not None:
-            regroup(trainer, pl_module, *self._optimizers_in_checkpoint)
+            self.ordinary.regroup(trainer, pl_module, *self._optimizers_in_checkpoint)
             for other in swaps_of(trainer):
                 other._optimizers_in_checkpoint = None  # one of them has done it
 
@@ -403,7 +407,7 @@ class UpscaleCallback(Swap, Strides):
                 schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
                 refuse_shared_rates(module, module.net, schedulers, self.planned(module, before), self.method.mup_rates)
 
-    def _earlier(self, trainer: Trainer) -> list[OrdinaryGrowth]:
+    def _earlier(self, trainer: Trainer) -> list[Any]:
         """The growths before this one that are still to come, in their order."""
         before = (c.ordinary for c in swaps_of(trainer) if c.at_step < self.at_step)
         return [growth for growth in before if growth is not None and not growth.is_done]
@@ -633,7 +637,7 @@ def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
                 raise UserError(f"UpscaleCallback.noise: {error}") from error
 
 
-def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[OrdinaryGrowth]:
+def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[Any]:
     """The growths before which a checkpoint was not written, in their order."""
     states = checkpoint.get("callbacks", {})
     return [c.ordinary for c in swaps_of(trainer) if c.ordinary is not None and "step" in states.get(c.state_key, {})]

@@ -1,4 +1,4 @@
-"""Private names of Lightning's trainers, modules, loggers, weight averaging and command line.
+"""Private names of Lightning's trainers, modules, loggers, weight averaging, command line and training loop.
 
 Every use of a private name of Lightning is in a file `_lightning*.py`, or in exact_resume.py or run_checkpoint.py
 of callbacks/; tests/test_seams.py fails if a release changes one. The files are in models/ because models/ is the
@@ -7,7 +7,9 @@ lowest package that imports Lightning; callbacks and commands use them too.
 
 import copy
 import inspect
+import math
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +18,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar, WeightAveraging
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
+from lightning.pytorch.cli import instantiate_module
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.parsing import AttributeDict
 from torch import Tensor
 from torch.optim import Optimizer
@@ -262,56 +267,180 @@ class DataParallelMesh(ModelParallelStrategy):
         super().setup_environment()
 
 
-class Parsers(NamedTuple):
-    """What a LightningCLI parses with."""
-
-    whole: LightningArgumentParser
-    of_subcommands: dict[str, LightningArgumentParser]
-    method_arguments: dict[str, list[str]]
+# --- the training loop
 
 
-class OpenCLI(LightningCLI):
-    """A LightningCLI with hooks when a checkpoint is named and before the trainer is made; `run_subcommand` runs."""
+class EpochLoop(_TrainingEpochLoop):
+    """Lightning's loop over batches, its private parts under public names."""
 
-    def on_checkpoint_path(self) -> None:
-        """Called after parsing; Lightning itself would lay the checkpoint's arguments over the configuration."""
-
-    def on_trainer_config(self, config: Any) -> None:
-        """Called with the arguments of the trainer, its callbacks made, just before it is made."""
+    def __init__(self, loop: _TrainingEpochLoop) -> None:
+        """Takes the place of another loop, which may have data, and counters, already."""
+        super().__init__(loop.trainer, loop.min_steps, loop.max_steps)
+        self.__dict__.update(loop.__dict__)
 
     @property
-    def parsers(self) -> Parsers:
-        """For another command line of the same subcommands: to make them takes a good part of a start."""
-        return Parsers(
-            self.parser,
-            getattr(self, "_subcommand_parsers", {}),  # without subcommands there are none
-            getattr(self, "_subcommand_method_arguments", {}),
-        )
+    def log_connector(self) -> Any:
+        """What collects the values of `self.log`."""
+        return self.trainer._logger_connector
 
-    def share_parsers(self, parsers: Parsers) -> None:
-        self.parser, self._subcommand_parsers, self._subcommand_method_arguments = parsers
+    @property
+    def logged(self) -> Any:
+        return self._results
 
-    def section(self, key: str) -> Any:
-        """A top-level part of the configuration, inside a subcommand or not."""
-        return self._get(self.config, key)
+    @property
+    def is_at_last_batch(self) -> bool:
+        return bool(self._num_ready_batches_reached())
 
-    def parser_of(self, command: str) -> LightningArgumentParser:
-        return self._parser(command)
+    def is_validation_next(self, data_fetcher: Any) -> bool:
+        return not self._skip_next_val and bool(self._should_check_val_fx(data_fetcher))
 
-    def _parse_ckpt_path(self) -> None:
-        self.on_checkpoint_path()
+    def finish_validation(self, data_fetcher: Any) -> bool:
+        """Whether a loop that is resumed has a validation to finish before it trains."""
+        if self.restarting and self._should_check_val_fx(data_fetcher):
+            if self.val_loop.restarted_mid_evaluation:
+                return True
+            if self.restarted_on_last:
+                self._skip_next_val = True
+                return True
+            self.val_loop.increment_progress_to_evaluation_end()
+        return False
 
-    def _instantiate_trainer(self, config: Any, callbacks: list[Callback]) -> Trainer:
-        self.on_trainer_config(config)
-        return super()._instantiate_trainer(config, callbacks)
+    def warn_once(self, message: str) -> None:
+        self._warning_cache.warn(message)
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Does nothing: Lightning would run it while the command line is made."""
+    def step_arguments(self, batch: Any, batch_idx: int) -> Any:
+        return self._build_kwargs(OrderedDict(), batch, batch_idx)
 
-    def run_subcommand(self) -> None:
-        assert self.subcommand is not None
-        super()._run_subcommand(self.subcommand)
 
-    def subcommand_arguments(self) -> dict[str, Any]:
-        assert self.subcommand is not None
-        return self._prepare_subcommand_kwargs(self.subcommand)
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the batch at hand is not the last of its accumulation window."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def hands_over_the_iterator(data_fetcher: Any) -> bool:
+    """Whether `training_step` takes the iterator over batches, and not a batch."""
+    return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+
+
+# --- where a run is in its data
+
+
+def resident_loader(loader: CombinedLoader | None) -> Any | None:
+    """The loader of a run that has one, if its batches can be had by their position."""
+    only = None if loader is None else loader.iterables
+    return only if hasattr(only, "batch_at") else None
+
+
+def training_loader(trainer: Trainer) -> Any | None:
+    """The loader of the training batches, if they can be had by their position."""
+    return resident_loader(trainer.fit_loop._combined_loader)
+
+
+def batches_left(trainer: Trainer) -> int:
+    return int(trainer.num_training_batches) - trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def validates(trainer: Trainer) -> bool:
+    """Whether a run validates at all; Lightning may load the data for it as late as at the first validation."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    return bool(trainer.enable_validation and (loop._combined_loader is None or loop._max_batches))
+
+
+class Place(NamedTuple):
+    """Where in its data a run is: the epoch, the batches of it that were taken, and those of all epochs."""
+
+    epoch: int
+    position: int
+    total: int
+
+    def after(self, steps: int) -> "Place":
+        return Place(self.epoch, self.position + steps, self.total + steps)
+
+    def next_epoch(self) -> "Place":
+        return Place(self.epoch + 1, 0, self.total)
+
+
+def place_in_data(trainer: Trainer) -> Place:
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return Place(epochs.processed, progress.current.ready, progress.total.ready)
+
+
+def steps_to_validation(trainer: Trainer, place: Place) -> int:
+    """How many steps it is to the next that may be followed by a validation, or by the end of the epoch."""
+    left, every = int(trainer.num_training_batches) - place.position, trainer.val_check_batch
+    if not isinstance(every, int) or not validates(trainer):
+        return left
+    done = place.total if trainer.check_val_every_n_epoch is None else place.position
+    return min(left, every - done % every)
+
+
+def steps_before_validation(trainer: Trainer) -> int:
+    """How many of the next steps are followed by neither a validation nor the end of an epoch."""
+    return steps_to_validation(trainer, place_in_data(trainer)) - 1
+
+
+def steps_before_the_end(trainer: Trainer) -> float:
+    """How many steps the run has before its last one."""
+    fit = trainer.fit_loop
+    steps = math.inf
+    if trainer.max_steps != -1:
+        steps = trainer.max_steps - trainer.global_step - 1
+    if trainer.max_epochs not in (None, -1):
+        current: Any = fit.epoch_progress.current
+        epochs = trainer.max_epochs - current.processed - 1
+        steps = min(steps, epochs * int(trainer.num_training_batches) + batches_left(trainer) - 1)
+    return steps
+
+
+def epochs_are_plain(trainer: Trainer) -> bool:
+    """Whether nothing but counting, and validating, is to be done at the end of an epoch."""
+    by_step = all(
+        config.interval == "step" and not config.reduce_on_plateau and config.frequency == 1
+        for config in trainer.lr_scheduler_configs
+    )
+    options: Any = trainer  # set where type checkers do not look
+    return by_step and not options.reload_dataloaders_every_n_epochs and options._val_check_time_interval is None
+
+
+# --- steps that are taken outside of the loop
+
+
+def pass_steps(trainer: Trainer, count: int) -> None:
+    """Counts optimizer steps of one epoch that were taken outside of the loops."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    fetcher.fetched += count
+    if fetcher.length is not None:
+        fetcher.done = fetcher.fetched >= fetcher.length
+    loop.batch_progress.increment_by(count, is_last_batch=fetcher.done)
+    optimizer = loop.automatic_optimization.optim_progress.optimizer
+    optimizer.step.increment_by(count)
+    optimizer.zero_grad.increment_by(count)
+    loop._batches_that_stepped += count
+    trainer._logger_connector._first_loop_iter = loop.batch_progress.current.ready == 1
+    if trainer.lr_scheduler_configs:
+        assert count == 1
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+
+
+def pass_epoch(trainer: Trainer) -> None:
+    """Counts the end of an epoch, and the beginning of the next."""
+    fit, loop, fetcher = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    fit.epoch_progress.increment_processed()
+    fit.epoch_progress.increment_completed()
+    fit.epoch_progress.increment_ready()
+    fit.epoch_progress.increment_started()
+    loop.batch_progress.reset_on_run()
+    loop.scheduler_progress.reset_on_run()
+    loop.automatic_optimization.optim_progress.reset_on_run()
+    loop.val_loop.batch_progress.total.reset()
+    fetcher.reset()
+    trainer._logger_connector._first_loop_iter = None
+
+
+def leave_steps(trainer: Trainer, *, validated: bool) -> None:
+    """Returns to Lightning's loop after steps that were counted here; the loop finishes the last of them."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+    trainer.fit_loop.epoch_loop._skip_next_val = validated

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.data_files import interpreting
+from mupscale.data_files import META, METADATA, damage_in, data_in, interpreting
 from mupscale.errors import UserError, refuse_unless_level, shown
-from mupscale.sharded_checkpoints import META, METADATA, damage_in, data_in
 from mupscale.sharding import is_sharded, whole
 from mupscale.widening.stepping import Records, record_of, records_of, store_records
 from mupscale.widening.write import first_non_finite
@@ -51,6 +50,9 @@ RUN_KEY = "mupscale_run"
 
 RESUME = "resume"
 """The folder of checkpoints that a run keeps for resuming; `resume-IDENTITY` where several runs may have one."""
+
+SAVED = "hf"
+"""The folder, in that of the run, into which a model of transformers is saved at the end of a fit."""
 
 PRE_UPSCALE = "pre-upscale-"
 """How the name of the checkpoint before an upscale begins."""

@@ -1,6 +1,7 @@
 """Checkpoint files that are whole at any time, and that are written while the training goes on."""
 
 import copy
+import os
 import queue
 import threading
 import time
@@ -32,12 +33,55 @@ ON_DEVICE = 1 / 8
 """The share of a GPU's unused memory that a copy may take there, until the thread has it on the host. That takes a
 thousandth of the time of a copy to the host, for which the device would have to wait."""
 
+SMALL = 2**24
+"""Bytes for which the host always has room. To ask how much of its memory is free takes longer than to copy them."""
+
 CONSTANTS = (int, float, str, bool, bytes, type(None))
 
 Operation = Callable[[], None]
 
-Waiting = queue.Queue[tuple[Operation, Operation] | None]
-"""What a thread has to do, each with what is to be called afterwards; None at the end."""
+
+class FileThread:
+    """Does things to files one after another, for all runs of this process.
+
+    One thread at a time runs Python: with a thread for each run of a stack, the one that trains would hardly run.
+    """
+
+    def __init__(self) -> None:
+        self.may_begin = threading.Event()
+        self.may_begin.set()
+        self._waiting: queue.Queue[Operation] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def stream(self, gpu: torch.device) -> torch.cuda.Stream:
+        """One for all copies to the host: torch gives them out in turn, in the end that of a capture."""
+        if self._stream is None or self._stream.device != gpu:
+            self._stream = torch.cuda.Stream(gpu)
+        return self._stream
+
+    def do(self, operation: Operation) -> None:
+        """After all before. The operation raises no exception."""
+        if self._thread is None:
+            # a daemon: a second Ctrl-C ends the process at once
+            self._thread = threading.Thread(target=self._work, args=(self._waiting,), daemon=True, name="checkpoints")
+            self._thread.start()
+        self._waiting.put(operation)
+
+    def _work(self, waiting: queue.Queue[Operation]) -> None:
+        while True:
+            try:
+                operation = waiting.get_nowait()
+            except queue.Empty:
+                operation = waiting.get()
+                time.sleep(HEAD_START)
+            self.may_begin.wait()
+            operation()
+            del operation  # and what it holds
+
+
+THREAD = FileThread()
+os.register_at_fork(after_in_child=THREAD.__init__)  # type: ignore[misc]  # a process that was forked has no threads
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -55,12 +99,10 @@ class CheckpointFiles(TorchCheckpointIO):
     in_background = False
 
     def __init__(self) -> None:
-        self._waiting: Waiting | None = None
         self._lock = threading.Condition()
-        self._may_begin = threading.Event()
-        self._may_begin.set()
+        self._asked = 0
+        """How many operations the thread has still to do."""
         self._copies = 0
-        self._stream: torch.cuda.Stream | None = None
         self._failure: BaseException | None = None
         self._defers = self._is_given_up = False
 
@@ -89,14 +131,15 @@ class CheckpointFiles(TorchCheckpointIO):
 
         def save() -> None:
             nonlocal copied
-            time.sleep(HEAD_START)
             copied = self._on_host(copied, is_there)  # the memory of the GPU is free before the file is written
             self._save(copied, path, storage_options)
 
         def forget() -> None:
+            nonlocal copied
+            copied = None
             with self._lock:
                 self._copies -= 1
-                self._lock.notify()
+                self._lock.notify_all()
 
         self.later(save, forget)
 
@@ -106,12 +149,11 @@ class CheckpointFiles(TorchCheckpointIO):
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if gpu is None or is_there is None:
             return checkpoint
-        if self._stream is None:  # one for all: torch gives them out in turn, in the end that of a capture
-            self._stream = torch.cuda.Stream(gpu)
-        with torch.cuda.stream(self._stream):
+        stream = THREAD.stream(gpu)
+        with torch.cuda.stream(stream):
             is_there.synchronize()
             copied = copy_tensors(checkpoint, tensors, torch.device("cpu"))
-            self._stream.synchronize()
+            stream.synchronize()
         return copied
 
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
@@ -136,63 +178,58 @@ class CheckpointFiles(TorchCheckpointIO):
         if not self.in_background:
             operation()
             return
-        if self._waiting is None:
-            self._waiting = queue.Queue()
-            # a daemon: a second Ctrl-C ends the process at once
-            threading.Thread(target=self._work, args=(self._waiting,), daemon=True, name="checkpoints").start()
-        self._waiting.put((operation, end))
+        with self._lock:  # which the thread takes before it counts down
+            THREAD.do(lambda: self._carry_out(operation, end))
+            self._asked += 1
+
+    def _carry_out(self, operation: Operation, end: Operation) -> None:
+        try:
+            if self._failure is None and not self._is_given_up:
+                operation()
+        except BaseException as error:
+            self._failure = error
+        end()
+        with self._lock:
+            self._asked -= 1
+            self._lock.notify_all()
 
     def hold(self) -> None:
         """Lets the thread begin nothing: one thread at a time runs Python, and the run has more urgent things to do."""
-        self._may_begin.clear()
+        THREAD.may_begin.clear()
 
     def go_on(self) -> None:
         """Ends a `hold`."""
-        self._may_begin.set()
+        THREAD.may_begin.set()
 
     def wait(self) -> None:
         """Returns once all files are written; raises the error of the thread."""
-        self.go_on()
-        if self._waiting is not None and not self._is_given_up:
-            self._waiting.join()
+        if not self._is_given_up:
+            self._wait_for_all()
         self.raise_error()
+
+    def _wait_for_all(self) -> None:
+        self.go_on()
+        with self._lock:
+            self._lock.wait_for(lambda: self._asked == 0)
 
     def give_up(self) -> None:
         """Drops what was not begun, and waits for nothing any more: the process is to end at once."""
         self._is_given_up = True
+        self.go_on()
 
     @property
     def has_failed(self) -> bool:
         return self._failure is not None
 
     def raise_error(self) -> None:
-        if self._failure is not None and self._waiting is not None:
-            self.go_on()
-            self._waiting.join()  # until all that was to follow is dropped: it may delete older checkpoints
+        if self._failure is not None:
+            self._wait_for_all()  # until all that was to follow is dropped: it may delete older checkpoints
         error, self._failure = self._failure, None
         if error is not None:
             raise error
 
     def teardown(self) -> None:
-        try:
-            self.wait()
-        finally:
-            if self._waiting is not None:
-                self._waiting.put(None)
-                self._waiting = None
-
-    def _work(self, waiting: Waiting) -> None:
-        while (asked := waiting.get()) is not None:
-            operation, end = asked
-            self._may_begin.wait()
-            try:
-                if self._failure is None and not self._is_given_up:
-                    operation()
-            except BaseException as error:
-                self._failure = error
-            del asked, operation  # the copy that they hold
-            end()
-            waiting.task_done()
+        self.wait()
 
 
 def write_whole_files(trainer: Trainer) -> None:
@@ -280,7 +317,8 @@ def is_copied(value: Any) -> bool:
 
 def has_room(tensors: list[Tensor]) -> bool:
     """Whether the host can hold a copy of these tensors: it may take half of the memory that is free."""
-    return 2 * bytes_of(tensors) <= free_bytes(torch.device("cpu"))
+    needed = 2 * bytes_of(tensors)
+    return needed <= SMALL or needed <= free_bytes(torch.device("cpu"))
 
 
 def fits_on_device(tensors: list[Tensor]) -> bool:

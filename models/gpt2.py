@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mupscale._torch import is_mapped
 from mupscale.errors import UserError, refuse_unless_level
 from mupscale.models.base import refuse_bad_counts, refuse_bad_width
 from mupscale.models.tasks import LanguageModel
@@ -70,7 +71,9 @@ class CausalAttention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         q_BHTE, k_BHTE, v_BHTE = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(ATTENTION_KERNELS, set_priority=True) if x_BTD.is_cuda else nullcontext():
+        # in a stack, the kernel that can be mapped was chosen outside
+        chooses = x_BTD.is_cuda and not is_mapped(x_BTD)
+        with sdpa_kernel(ATTENTION_KERNELS, set_priority=True) if chooses else nullcontext():
             y_BHTE = F.scaled_dot_product_attention(
                 q_BHTE, k_BHTE, v_BHTE, is_causal=True, scale=ATTENTION_SCALE / q_BHTE.shape[-1]
             )

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from mupscale.errors import UserError, needs_extra
 from mupscale.models._lightning import is_trial_run, run_folder
 from mupscale.models.base import refuse_bad_width
-from mupscale.models.checkpoint import load_weights
+from mupscale.models.checkpoint import SAVED, load_weights
 from mupscale.models.tasks import LanguageModel
 from mupscale.sharding import gathered
 from mupscale.widening.growth import Role
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from mupscale.discovery.found import Found
-
-SAVED = "hf"
-"""The folder, in that of the run, into which the model is saved at the end of a fit."""
 
 
 class TokenLoss(nn.Module):
@@ -119,14 +116,14 @@ class CausalLMNet(nn.Module):
     def _found(self, other: "CausalLMNet") -> "Found":
         """How this model grows to the other one or, if that is not by a whole factor, to twice its width."""
         from mupscale.hf.config import config_at
-        from mupscale.hf.family import found_between
+        from mupscale.hf.family import Family
 
         if not _is_whole(self._ratio(other)):
             with torch.device("meta"):
                 other = CausalLMNet(config_at(self.config, 2 * self.width))
         if self.depth == other.depth:
-            return found_between(self.model, other.model)
-        return found_between(self.model, other.model, config=config_at(self.config, other.width))
+            return Family().found_between(self.model, other.model)
+        return Family().found_between(self.model, other.model, config_at(self.config, other.width))
 
     def _named(self, values: dict[str, Any]) -> dict[str, Any]:
         return {f"model.{name}": value for name, value in values.items()}

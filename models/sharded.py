@@ -1,11 +1,18 @@
-"""Sharded checkpoints (folders of torch's distributed checkpoint), read and written tensor by tensor in one process."""
+"""Sharded checkpoints (folders of torch's distributed checkpoint), read and written tensor by tensor in one process.
+
+torch.distributed.checkpoint unpickles `.metadata` without restrictions, and so it does with every value in the shards
+that is not a tensor. `check_sharded` reads both without making any object that they name, and refuses what a checkpoint
+does not need.
+"""
 
 import io
 import math
 import os
 import pickle
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -23,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mupscale._torch import place_in_shard
-from mupscale.errors import UserError
-from mupscale.sharded_checkpoints import META, METADATA, check_sharded, damage_in_shards, data_in
+from mupscale.data_files import META, METADATA, damage_in, data_in
+from mupscale.errors import UserError, one_line
 
 Keys = tuple[str | int, ...]
 """The keys that lead to a value: ("optimizer_0", "state", "net.layers.0.weight", "exp_avg")."""
@@ -112,33 +119,35 @@ class ShardedCheckpoint:
             whole[spot] = chunk
         return whole
 
-    def parameter_groups(self, optimizer: int) -> list[dict[str, Any]]:
-        groups: dict[int, dict[str, Any]] = {}
-        for path in self.paths(f"optimizer_{optimizer}", "param_groups"):
-            groups.setdefault(int(path[2]), {})[str(path[3])] = self.read(path)
-        return [groups[index] for index in sorted(groups)]
+    def read_small(self, path: Keys) -> Any:
+        """A value; a tensor that is not a single number as an empty one on the meta device."""
+        kind = self.kind(path)
+        if kind is None or not kind.size:
+            return self.read(path)
+        return torch.empty(kind.size, dtype=kind.properties.dtype, device="meta")
 
-    def state_keys(self, optimizer: int, name: str) -> list[str]:
-        return [str(path[3]) for path in self.paths(f"optimizer_{optimizer}", "state", name)]
-
-    def whole(self) -> dict[str, Any]:
-        """The checkpoint as a file would hold it. Needs memory for all of it."""
-        answer = dict(self.rest)
-        answer[WEIGHTS] = {str(path[1]): self.read(path) for path in self.paths(WEIGHTS)}
-        answer["optimizer_states"] = []
+    def optimizers(self, read: Callable[[Keys], Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """The names of the parameters of each optimizer, and its state by their numbers, as a file would hold it."""
         for number in range(len({path[0] for path in self._names} - {WEIGHTS})):
-            groups, names = self.parameter_groups(number), list[str]()
-            for group in groups:
+            groups: dict[int, dict[str, Any]] = {}
+            for path in self.paths(f"optimizer_{number}", "param_groups"):
+                groups.setdefault(int(path[2]), {})[str(path[3])] = self.read(path)
+            ordered, names = [groups[index] for index in sorted(groups)], list[str]()
+            for group in ordered:
                 first = len(names)
                 names += group["params"]
                 group["params"] = list(range(first, len(names)))
             state: dict[int, dict[str, Any]] = {}
             for index, name in enumerate(names):
-                keys = self.state_keys(number, name)
-                if keys:  # a frozen parameter has no state
-                    state[index] = {key: self.read((f"optimizer_{number}", "state", name, key)) for key in keys}
-            answer["optimizer_states"].append({"state": state, "param_groups": groups})
-        return answer
+                for path in self.paths(f"optimizer_{number}", "state", name):  # a frozen parameter has none
+                    state.setdefault(index, {})[str(path[3])] = read(path)
+            yield names, {"state": state, "param_groups": ordered}
+
+    def whole(self) -> dict[str, Any]:
+        """The checkpoint as a file would hold it. Needs memory for all of it."""
+        weights = {str(path[1]): self.read(path) for path in self.paths(WEIGHTS)}
+        states = [state for _, state in self.optimizers(self.read)]
+        return {**self.rest, WEIGHTS: weights, "optimizer_states": states}
 
     def _loaded(self, place: Any) -> Any:
         with (self.folder / place.relative_path).open("rb") as stream:
@@ -216,3 +225,158 @@ def _name(path: Keys) -> str:
 def _sync(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
+
+
+# --- what is checked before torch unpickles parts of one
+
+PLAIN = (
+    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+    "_StorageInfo",
+)  # fmt: skip
+"""Classes of torch whose objects are attributes by name."""
+
+_HOME = "torch.distributed.checkpoint"
+
+KNOWN = {
+    *((f"{_HOME}.metadata", name) for name in (*PLAIN[:-1], "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    (f"{_HOME}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+"""All that metadata may name, dtypes aside. None of them does anything but make a value."""
+
+
+def check_sharded(folder: Path) -> None:
+    """Raises a UserError if torch would run code from this checkpoint, or read files outside of its folder."""
+    _inside(folder, META)
+    files = [folder / METADATA, *folder.glob("__*.metadata")]  # torch falls back to those of single ranks
+    for file in files:
+        for item in _stored(file):
+            if not item.is_tensor:
+                _check_value(item)
+
+
+def damage_in_shards(folder: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What is wrong with a sharded checkpoint, or None; of a `share` (rank, processes) only that part is read."""
+    rank, processes = share
+    try:
+        for number, item in enumerate(_stored(folder / METADATA)):
+            if number % processes != rank:
+                continue
+            if not item.shard.is_file():
+                return f"its shard {item.shard.name} is missing"
+            content = item.content()
+            problem = damage_in(content) if zipfile.is_zipfile(content) else "it is cut off, or overwritten"
+            if problem is not None:
+                return f"{item.name} in {item.shard.name}: {problem}"
+    except (UserError, OSError) as error:
+        return str(error)
+    return damage_in(folder / META)
+
+
+@dataclass
+class Item:
+    """A value in a shard."""
+
+    name: str
+    is_tensor: bool
+    shard: Path
+    offset: int
+    length: int
+
+    def content(self) -> io.BytesIO:
+        with self.shard.open("rb") as stream:
+            stream.seek(self.offset)
+            return io.BytesIO(stream.read(self.length))
+
+
+def _stored(file: Path) -> list[Item]:
+    """What a file of metadata says is in the shards beside it; raises a UserError if it says more than that."""
+    try:
+        return list(_read(file))
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle raises many exception types
+        raise UserError(
+            f"{file} is damaged, or not the metadata of a checkpoint ({type(error).__name__}: {one_line(error)})"
+        ) from error
+
+
+def _read(file: Path) -> Iterator[Item]:
+    with _inside(file.parent, file.name).open("rb") as stream:
+        metadata = MetadataUnpickler(stream, file).load()
+    if type(metadata) is not STAND_INS["Metadata"]:
+        raise UserError(f"{file} is not the metadata of a checkpoint")
+    kinds = metadata.__dict__["state_dict_metadata"]
+    stored = metadata.__dict__["storage_data"]
+    if type(kinds) is not dict or type(stored) is not dict:
+        raise UserError(f"{file} is not the metadata of a checkpoint")
+    for index, info in stored.items():
+        if type(index) is not STAND_INS["MetadataIndex"] or type(info) is not STAND_INS["_StorageInfo"]:
+            raise UserError(f"{file} is not the metadata of a checkpoint")
+        place = info.__dict__
+        shard = _inside(file.parent, place["relative_path"])
+        if place.get("transform_descriptors"):
+            raise UserError(f"{file} asks for transformations of {shard.name}, which mupscale does not write")
+        name, offset, length = index.__dict__["fqn"], place["offset"], place["length"]
+        if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+            raise UserError(f"{file} has {name} at {offset!r}, {length!r} bytes, wanted whole numbers")
+        yield Item(name, type(kinds[name]) is STAND_INS["TensorStorageMetadata"], shard, offset, length)
+
+
+def _check_value(item: Item) -> None:
+    try:
+        torch.load(item.content(), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many exception types
+        raise UserError(f"{item.shard} has {item.name} with more than data in it; it is not loaded") from error
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of this name in the folder; raises a UserError if it is elsewhere."""
+    if type(name) is not str or os.path.basename(name) != name or name in ("", ".", ".."):
+        raise UserError(f"{folder / METADATA} names a file outside of its folder: {name!r}")
+    if (folder / name).resolve().parent != folder.resolve():
+        raise UserError(f"{folder / name} is a link to a file outside of its folder; it is not read")
+    return folder / name
+
+
+class _StandIn:
+    """Stands for an object that metadata names: holds its attributes, and does nothing with them."""
+
+    def __new__(cls, *arguments: Any) -> Self:
+        items = [item for each in arguments for item in (each if type(each) is tuple else (each,))]
+        if (items and cls.__name__ in PLAIN) or not all(type(item) in (int, str) for item in items):
+            raise pickle.UnpicklingError("a pickle makes a value from more than numbers and texts")
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        kind = type(self).__name__
+        if kind == "TensorProperties" and type(state) is tuple and len(state) == 5:
+            return
+        is_plain = type(state) is dict and all(type(key) is str and not key.startswith("__") for key in state)
+        if kind not in PLAIN or not is_plain:
+            raise pickle.UnpicklingError("a pickle sets more than attributes of an object")
+        self.__dict__.update(state)
+
+
+STAND_INS: dict[str, type] = {name: type(name, (_StandIn,), {}) for _, name in KNOWN}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads the metadata of a checkpoint without importing or making anything that it names."""
+
+    def __init__(self, stream: Any, file: Path) -> None:
+        super().__init__(stream)
+        self.file = file
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in KNOWN:
+            return STAND_INS[name]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return f"torch.{name}"
+        raise UserError(f"{self.file} names {module}.{name}, which no checkpoint needs; nothing of it was loaded")

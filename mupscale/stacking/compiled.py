@@ -14,11 +14,7 @@ class Compiled:
     """A function by `torch.compile`, for arguments of fixed shapes; eager, after a warning, where that fails."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
-        """
-        Args:
-            function: Works on tensors; its other arguments are constants.
-            name: What it does, for the warning.
-        """
+        """The function works on tensors, its other arguments are constants; `name` says what it does."""
         self._function, self._name = function, name
         self._compiled: Callable[..., Any] | None = torch.compile(_copied(function), dynamic=False, fullgraph=True)
 

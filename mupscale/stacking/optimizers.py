@@ -341,15 +341,7 @@ def adam_update(
     maximize: bool,
     decoupled_weight_decay: bool,
 ) -> None:
-    """The step of `torch.optim.Adam`, in place.
-
-    Args:
-        decay: Multiplies the weight; where weight decay is part of the gradient, it is the weight decay itself.
-        new1: 1 - beta1.
-        new2: 1 - beta2.
-        root: The square root of the second moment's bias correction.
-        size: The learning rate by the first moment's bias correction.
-    """
+    """The step of `torch.optim.Adam`, in place; `StackedAdam.factors` computes the numbers."""
     gradient = -gradient if maximize else gradient
     if decoupled_weight_decay:
         weight.mul_(decay)

@@ -7,7 +7,7 @@ is shared.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -232,14 +232,7 @@ class Captured:
     def __init__(
         self, function: Callable[[Any], Any], batch: Any, device: torch.device, what: str, state: Sequence[Tensor] = ()
     ) -> None:
-        """
-        Args:
-            function: What is captured.
-            batch: One like those to come.
-            device: A CUDA device.
-            what: What the function does, in words.
-            state: The tensors that it changes. They are as before afterwards.
-        """
+        """`what` the function does, in words; the tensors of `state`, which it changes, are as before afterwards."""
         self._function = function  # held, with the memory that the graph reads
         self._inputs = StaticBatch(batch, device)
         stream, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -307,13 +300,6 @@ WORKSPACE = 0.01
 """The extra memory of kernels as a share of their operands, for example for partial sums over many rows."""
 
 
-class Saved(NamedTuple):
-    """What autograd saves for the backward pass, in bytes."""
-
-    total: int
-    largest: int
-
-
 def bytes_per_model(
     model: nn.Module,
     optimizer_class: type[Optimizer],
@@ -328,25 +314,15 @@ def bytes_per_model(
 
     It has the weights, their gradients, the optimizer's state, what autograd saves, and temporaries of the backward
     pass and of the update. Losses are computed with tensors that have shapes only. Each model has a batch of its own:
-    with one for all of them, or with `torch.autocast`, a step takes less.
-
-    bytes_per_model(model, torch.optim.AdamW, lambda model, batch: model.loss(batch), batch)
-
-    Args:
-        model: One of the models.
-        optimizer_class: SGD, Adam or AdamW of torch.
-        loss: As of `Stack`.
-        batch: That of one model.
-        losses: As of `Stack`.
-        amsgrad: Whether Adam has it, and so a third moment.
-        grown: Whether models of the stack grew, or will: their updates may need masks, or other units.
+    with one for all of them, or with `torch.autocast`, a step takes less. If models of the stack are `grown`, or will
+    be, their updates may need masks, or other units.
     """
     moments = stacked_kind(optimizer_class).moments + amsgrad
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fixed = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     weights = _bytes(trained)
-    saved = saved_per_model(model, loss, batch, losses)
-    backward = saved.total + 2 * saved.largest  # the gradients that enter and leave an operation
+    saved, largest_saved = saved_per_model(model, loss, batch, losses)
+    backward = saved + 2 * largest_saved  # the gradients that enter and leave an operation
     largest = max((parameter.nbytes for parameter in trained), default=0)
     update = weights + (5 if grown else 2) * largest  # clipped gradients, and the temporaries of one weight
     masks = sum(parameter.numel() for parameter in trained) if grown else 0
@@ -356,8 +332,8 @@ def bytes_per_model(
 
 def saved_per_model(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, losses: Losses | None = None
-) -> Saved:
-    """What autograd saves for the backward pass of one more model: the difference between stacks of three and two."""
+) -> tuple[int, int]:
+    """The bytes that autograd saves for the backward pass of one more model, and those of the largest tensor."""
     seeds = torch.zeros(3, dtype=torch.int64, device="meta")
 
     def measured(count: int) -> dict[int, int]:
@@ -381,8 +357,7 @@ def saved_per_model(
         return {key: storage.nbytes() for key, storage in found.items()}
 
     two, three = measured(2), measured(3)
-    total = sum(three.values()) - sum(two.values())
-    return Saved(total, -(-max(three.values(), default=0) // 3))
+    return sum(three.values()) - sum(two.values()), -(-max(three.values(), default=0) // 3)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -235,19 +235,6 @@ def test_a_module_needs_one_way_to_grow() -> None:
         UpscaleCallback(4, 8, call=lambda module, batch: module(batch))
 
 
-def test_a_metric_over_an_epoch_does_not_notice_the_growth(tmp_path: Path) -> None:
-    example, seen = EXAMPLES["frozen teacher"], []
-
-    class Seen(Callback):
-        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            seen.append(float(trainer.callback_metrics["accuracy"]))
-
-    for swaps in ([], [UpscaleCallback(GROWS_AT, **example.growth)]):
-        fit(new(example), example.kind, tmp_path, Seen(), *swaps)
-    assert seen[:2] == seen[2:]
-    assert 0 < seen[0] < 1
-
-
 @pytest.mark.usefixtures("double")
 def test_two_growths_an_average_accumulation_and_clipping(tmp_path: Path) -> None:
     example, averages = EXAMPLES["groups without decay"], []

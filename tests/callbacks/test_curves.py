@@ -9,13 +9,13 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from observed_fits import capture_on_cpu
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_modules import mlp, rows
 from torch import Tensor
 from torch.utils.data import DataLoader
 from training_runs import fit, quiet_trainer
 
-from mupscale.callbacks import fast_loop
 from mupscale.callbacks.curves import Curves, NonFiniteLoss, first_bad
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.trial_metric import TrialMetric
@@ -78,12 +78,7 @@ def test_a_run_whose_flops_cannot_be_counted_has_the_other_curves(tmp_path: Path
             max_steps=steps,
             log_every_n_steps=2,
             logger=TensorBoardLogger(tmp_path, name="", version=""),
-            callbacks=[
-                Curves(),
-                losses,
-                UpscaleCallback(2, 16),
-                ModelCheckpoint(every_n_train_steps=2, save_top_k=-1),
-            ],
+            callbacks=[Curves(), losses, UpscaleCallback(2, 16), ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)],
             enable_progress_bar=False,
             enable_model_summary=False,
         )
@@ -245,15 +240,8 @@ class Replayed:
 
 
 def test_it_is_found_in_captured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_loop, "CapturedStep", Replayed)
     monkeypatch.setattr(Replayed, "replays", 0)
-    setup = FastLoop.setup
-
-    def on_gpu(self: FastLoop, trainer: Any, pl_module: Any, stage: str) -> None:
-        setup(self, trainer, pl_module, stage)
-        trainer.fit_loop.epoch_loop.cuda_graph = True
-
-    monkeypatch.setattr(FastLoop, "setup", on_gpu)
+    capture_on_cpu(monkeypatch, Replayed)
     callbacks = FastLoop(cuda_graph=True), Curves(stop_on_nan=True)
     with pytest.raises(NonFiniteLoss, match=r"nan at step 7 \(the first step is 0\), width 8"):
         fit(mlp(), tmp_path, *callbacks, steps=20, precision="32-true")

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint
 from loop_cases import CASES
 from observed_fits import Case, assert_equal, assert_same_run, fit, spy
 from tiers import slow_except
@@ -38,8 +36,7 @@ FAST = (
 
 
 KEPT = (
-    "bf16-mixed", "schedule by epoch", "clipping", "validation across epochs", "limited epochs", "ema",
-    "early stopping", "nothing of ours", "a DataLoader", "a batch that is None",
+    "bf16-mixed", "schedule by epoch", "clipping", "validation across epochs", "ema", "early stopping", "a DataLoader",
     "accumulation from the second epoch", "on_train_batch_start",
 )  # fmt: skip
 
@@ -80,7 +77,7 @@ def test_checkpoints_of_either_loop_are_resumed_by_either(interrupted: bool, res
     whole = fit(case, tmp_path / "whole")
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(case, tmp_path / "interrupted", saver, *[FastLoop()] * interrupted)
-    for step in (3, 8, 10, 13, 19):  # in an epoch, at a validation, at an epoch's end, at the swap and after it
+    for step in (8, 10, 13):  # at a validation, at an epoch's end, and at the swap
         again = fit(case, tmp_path / f"resumed {step}", *[FastLoop()] * resumed, ckpt=tmp_path / f"step={step}.ckpt")
         mine, other = (torch.load(run.folder / "end.ckpt", weights_only=True) for run in (again, whole))
         assert_equal(mine, other, str(step))

@@ -11,32 +11,26 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    LambdaCallback,
-    LearningRateFinder,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from loop_cases import CASES, MovedBatches, Plain, Talkative
-from observed_fits import Case, assert_same_run, fit, spy
+from observed_fits import Case, assert_same_run, capture_on_cpu, fit, spy
 from run_ends import differences, observed
 from tiers import slow_except
 from tiny_modules import SCHEDULES, gpt2, mlp, resnet
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from mupscale.callbacks import fast_loop, plain
+from mupscale.callbacks import plain
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
 from mupscale.callbacks.plain import WidthBar, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import RateMonitor, Strides, steps_to
-from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import step_kind
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`:UserWarning")
@@ -66,15 +60,7 @@ class StandIn:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """The captured steps of fits with a FastLoop, which takes the CPU for a GPU."""
     StandIn.made = []
-    setup = FastLoop.setup
-
-    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        setup(self, trainer, pl_module, stage)
-        refuse_capture(trainer)
-        trainer.fit_loop.epoch_loop.cuda_graph = self.cuda_graph
-
-    monkeypatch.setattr(fast_loop, "CapturedStep", StandIn)
-    monkeypatch.setattr(FastLoop, "setup", on_gpu)
+    capture_on_cpu(monkeypatch, StandIn)
     return StandIn.made
 
 
@@ -203,11 +189,7 @@ class StepsItself(MLP):
 REFUSED: dict[str, tuple[str, Callable[[], LightningModule], Callable[[], dict[str, Any]]]] = {
     "another module": ("the model is a Plain, not a Growable", Plain, dict),
     "several devices": ("the run has several devices", mlp, lambda: {"strategy": "ddp", "devices": 2}),
-    "accumulation": (
-        "trainer.accumulate_grad_batches is 2, not 1",
-        mlp,
-        lambda: {"accumulate_grad_batches": 2},
-    ),
+    "accumulation": ("trainer.accumulate_grad_batches is 2, not 1", mlp, lambda: {"accumulate_grad_batches": 2}),
     "a profiler": ("trainer.profiler needs single steps", mlp, lambda: {"profiler": "simple"}),
     "64-true": (
         "trainer.precision = 64-true converts inputs; use 32-true or bf16-mixed",
@@ -221,11 +203,7 @@ REFUSED: dict[str, tuple[str, Callable[[], LightningModule], Callable[[], dict[s
         lambda: {"plugins": [MixedPrecision("16-mixed", "cpu")]},
     ),
     "anomalies": ("trainer.detect_anomaly needs single steps; set it to false", mlp, lambda: {"detect_anomaly": True}),
-    "training_step": (
-        "Talkative overrides training_step",
-        partial(Talkative, 8, 4, 6, 3),
-        dict,
-    ),
+    "training_step": ("Talkative overrides training_step", partial(Talkative, 8, 4, 6, 3), dict),
     "a hook of the module": (
         "StepsItself has a hook inside the step, optimizer_step",
         partial(StepsItself, 8, 4, 6, 3),
@@ -334,7 +312,10 @@ def run_by_default(
         return fit(case, folder, ckpt=ckpt), calls
 
 
-@pytest.mark.parametrize("name", slow_except(BLOCKS, "validations", "upscales", "epochs"))
+OFTEN = ("a schedule of the decay", "epochs of a schedule", "epochs with a growth", "ragged batches and a schedule")
+
+
+@pytest.mark.parametrize("name", slow_except(BLOCKS, "validations", "upscales", "epochs", kept=OFTEN))
 def test_blocks_of_steps_are_as_single_steps(
     name: str, captures: list[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,20 +331,6 @@ def test_blocks_of_steps_are_as_single_steps(
     assert [step.calls for step in captures] == replayed, "as many steps were captured"
     # with hooks are the first four, those with a checkpoint, a validation or a growth, and the last of an epoch
     assert called["Curves.on_train_batch_end"] == BLOCKS[name][4]
-
-
-@pytest.mark.usefixtures("captures")
-def test_a_misspelt_metric_of_a_trial_is_reported_after_one_epoch(tmp_path: Path) -> None:
-    case = Case(mlp, settings={"limit_val_batches": 0, "max_steps": 60, "enable_checkpointing": False})
-    steps = Counter[int]()
-
-    class Counting(TrialMetric):
-        def _add(self, step: int, loss: Any) -> None:
-            steps[step] += 1
-
-    with pytest.raises(UserError, match="train/lost"):
-        fit(case, tmp_path, Counting("train/lost"), FastLoop(cuda_graph=True))
-    assert steps == Counter(range(10))
 
 
 @pytest.mark.usefixtures("captures")

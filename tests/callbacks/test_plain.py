@@ -51,18 +51,6 @@ def test_curves_have_the_tags_of_the_command_line(name: str, tmp_path: Path) -> 
     assert samples == [int(8 * batches_per_step * step) for step in range(2, STEPS + 1, 2)]
 
 
-def test_flops_are_those_of_the_layers(tmp_path: Path) -> None:
-    script(tmp_path / "run")
-    costs = [step for step, _ in curves(tmp_path / "run")["x_axis_flops/train/loss"]]
-
-    def of_batch(hidden: int) -> int:
-        """Two per weight and sample; those for the inputs of the first layer have no backward pass."""
-        weights = (6 * hidden, hidden * 3, 3 * hidden, hidden * 6)
-        return 2 * 8 * (3 * sum(weights) - weights[0])
-
-    assert costs[-1] == GROWS_AT * (of_batch(8) + of_batch(16)) // 10**6
-
-
 def outcome(folder: Path) -> dict[str, Any]:
     """The curves of a run, and the weights and optimizer states at its end."""
     last = load_checkpoint(folder / f"checkpoints/step={STEPS}.ckpt")

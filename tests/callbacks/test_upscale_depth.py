@@ -91,17 +91,6 @@ def test_layers_that_cannot_be_the_identity_are_refused_at_the_first_batch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", ["interleave", "random", {"blocks": [0, 1, 1, 1]}])
-def test_every_way_to_add_layers(depth: Any, tmp_path: Path) -> None:
-    growth = UpscaleCallback(5, layers=4, depth=depth)
-    run = fit(completep(), tmp_path, growth, steps=8)
-    jump = abs(growth.summary["loss_after"] - growth.summary["loss_before"])
-    assert (jump < 1e-12) == (depth == "identity"), jump
-    assert len(run.module.net.blocks) == 4
-    assert len(run.losses) == 8
-
-
-@pytest.mark.slow
 def test_rates_after_the_growth_are_those_of_the_deep_model(tmp_path: Path) -> None:
     """By CompleteP: eps of blocks halves; every rate and decay is as before, also of what was rescaled."""
     for depth in ("identity", "interleave", "random"):

@@ -1,4 +1,4 @@
-"""UpscaleCallback on two processes, with DDP and FSDP."""
+"""UpscaleCallback on two processes, with DDP and FSDP, and on 2, then 4, then 1 process."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,9 @@ from distributed_modules import SETTINGS
 from distributed_run import SAVED, STEPS, Data, learned
 from lightning.pytorch import seed_everything
 from paths import SUPPORT
+from process_runs import AT, CASES, PARTS
 from programs import run_program
+from tiers import slow_except
 from tiny_modules import ADAMW, mlp
 from torch import Tensor
 from training_runs import Record, assert_identical, quiet_trainer
@@ -36,15 +38,14 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-@pytest.mark.parametrize(("model", "kind"), [("mlp", "ddp"), ("mlp", "fsdp"), ("gpt2", "fsdp")])
-def test_on_two_processes(model: str, kind: str, distributed: list[dict[Any, Any]]) -> None:
+def test_on_two_processes(distributed: list[dict[Any, Any]]) -> None:
     mine, other = distributed
-    narrow, wide = mine[kind, model, "narrow"], mine[kind, model, "wide"]
+    narrow, wide = mine["fsdp", "gpt2", "narrow"], mine["fsdp", "gpt2", "wide"]
     assert wide["steps"] == list(range(1, STEPS + 1))
     assert wide["width"] > narrow["width"]
     assert float((narrow["losses"] - wide["losses"]).abs().max()) < 1e-4
     for part in ("weights", "state"):
-        assert_identical(wide[part], other[kind, model, "wide"][part])
+        assert_identical(wide[part], other["fsdp", "gpt2", "wide"][part])
 
 
 def test_on_two_processes_with_noise(distributed: list[dict[Any, Any]]) -> None:
@@ -85,22 +86,21 @@ def test_on_two_processes_in_depth(distributed: list[dict[Any, Any]]) -> None:
     mine, other = distributed
     ddp, fsdp = (mine[kind, "gpt2", "deeper"] for kind in ("ddp", "fsdp"))
     assert float((ddp["losses"] - fsdp["losses"]).abs().max()) < 1e-5
-    for kind in ("ddp", "fsdp"):
-        grown, resumed = mine[kind, "gpt2", "deeper"], mine[kind, "gpt2", "deeper, resumed"]
-        assert sum(weight.endswith("qkv.weight") for weight in grown["weights"]) == 4
-        assert torch.equal(resumed["losses"], grown["losses"][SAVED:])
-        for part in ("weights", "state"):
-            assert_identical(grown[part], other[kind, "gpt2", "deeper"][part])
-            assert_identical(resumed[part], grown[part])
-        assert largest_difference(grown["weights"], ddp["weights"]) < 1e-5
+    resumed = mine["fsdp", "gpt2", "deeper, resumed"]
+    assert torch.equal(resumed["losses"], fsdp["losses"][SAVED:])
+    assert sum(weight.endswith("qkv.weight") for weight in ddp["weights"]) == 4
+    for part in ("weights", "state"):
+        assert_identical(resumed[part], fsdp[part])
+        for kind in ("ddp", "fsdp"):
+            assert_identical(mine[kind, "gpt2", "deeper"][part], other[kind, "gpt2", "deeper"][part])
+    assert largest_difference(fsdp["weights"], ddp["weights"]) < 1e-5
 
 
 def test_on_two_processes_from_a_base(distributed: list[dict[Any, Any]]) -> None:
-    base = distributed[0]["ddp", "mlp", "narrow"]
-    ddp, fsdp = (distributed[0][kind, "mlp", "from base"] for kind in ("ddp", "fsdp"))
-    assert float(ddp["losses"][:3].mean()) < float(base["losses"][:3].mean()) - 0.01
+    base, grown = (distributed[0][kind] for kind in (("ddp", "mlp", "narrow"), ("fsdp", "mlp", "from base")))
+    assert float(grown["losses"][:3].mean()) < float(base["losses"][:3].mean()) - 0.01
     for part in ("weights", "state"):
-        assert largest_difference(ddp[part], fsdp[part]) < 1e-6
+        assert_identical(grown[part], distributed[1]["fsdp", "mlp", "from base"][part])
 
 
 def test_a_method_that_learns_on_two_processes(distributed: list[dict[Any, Any]], tmp_path: Path) -> None:
@@ -132,3 +132,41 @@ def test_modules_that_do_not_know_mupscale_grow_as_on_one_process(name: str, dis
     assert not torch.equal(mine[name, "wide"]["losses"], other[name, "wide"]["losses"])  # of other batches
     for kind in ("wide", "noisy"):
         assert_identical(mine[name, kind]["weights"], other[name, kind]["weights"])
+
+
+# --- another number of processes
+
+KEPT = [name for name in CASES if name not in ("ddp", "fsdp2 with noise")]
+"""The last case has ddp, fsdp2 and noise, and the program above a GPT-2 whose weights are sharded."""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[Any, Any]:
+    """What every rank of every part of every run reports."""
+    folder = tmp_path_factory.mktemp("processes")
+    names = CASES if pytestconfig.getoption("--all") else KEPT
+    run_program(SUPPORT / "process_runs.py", folder, *names, limit=600)
+    return torch.load(folder / "answers.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, kept=KEPT))
+def test_another_number_of_processes(name: str, answers: dict[Any, Any]) -> None:
+    model, noise, precision, _ = CASES[name]
+    (whole,) = answers[model, noise, precision, "whole"]
+    parts = answers[name]
+    for ranks, (processes, first, last, _) in zip(parts, PARTS, strict=True):
+        assert len(ranks) == processes
+        assert ranks[0]["steps"] == list(range(first + 1, last + 1))
+        for rank in ranks[1:]:
+            assert_identical(ranks[0]["state"], rank["state"])
+    # the second part begins before the growth, at a checkpoint of the first one, and takes some of its steps again
+    losses = [*parts[0][0]["losses"][:AT], *parts[1][0]["losses"], *parts[2][0]["losses"]]
+    assert len(losses) == STEPS
+    gaps = (torch.tensor(losses, dtype=torch.float64) - torch.tensor(whole["losses"], dtype=torch.float64)).abs()
+    assert float(gaps.max()) < (1e-12 if precision == "64-true" else 1e-6)
+    again = torch.tensor(parts[0][0]["losses"][AT:]) - torch.tensor(parts[1][0]["losses"][: PARTS[0][2] - AT])
+    assert float(again.abs().max()) < 1e-6, "the growth on 2 processes is that on 4"
+    end = parts[2][0]["state"]
+    assert end.keys() == whole["state"].keys()
+    for key, tensor in whole["state"].items():
+        assert torch.allclose(end[key], tensor, rtol=1e-4, atol=1e-6), key

@@ -17,7 +17,6 @@ from training_runs import assert_identical, fit, quiet_trainer, state
 
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
-from mupscale.callbacks.swap import OwnBatches
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
@@ -134,15 +133,3 @@ def test_several_loaders_are_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"method = LiGO: the run has several training data loaders\. Give one"):
         trainer.fit(module, {"a": loader, "b": loader})
     assert trainer.global_step == 0
-
-
-def test_own_batches_are_on_the_device_in_the_precision_of_the_run(tmp_path: Path) -> None:
-    kinds = []
-
-    class Look(Callback):
-        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-            own = next(iter(OwnBatches(trainer, module)))
-            kinds.append(own[0].dtype == batch[0].dtype and own[0].shape == batch[0].shape)
-
-    fit(mlp(), tmp_path, Look(), steps=2)
-    assert kinds == [True, True]

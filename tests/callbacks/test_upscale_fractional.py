@@ -37,9 +37,7 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     slow_except(
-        list(product(MODELS, OPTIMIZERS)),
-        ("mlp", "adamw"),
-        kept=[("gpt2", "adamw"), ("mlp of unequal widths", "sgd")],
+        list(product(MODELS, OPTIMIZERS)), ("mlp", "adamw"), kept=[("gpt2", "adamw"), ("mlp of unequal widths", "sgd")]
     ),
 )
 def test_the_curve_goes_on_as_if_nothing_had_happened(name: str, optimizer: str, tmp_path: Path) -> None:
@@ -89,11 +87,7 @@ def test_a_checkpoint_grows_offline_by_fractions(tmp_path: Path) -> None:
 
 def test_a_fraction_that_is_not_possible_is_refused_before_training(tmp_path: Path) -> None:
     for module, width, words in (
-        (
-            gpt2(),
-            12,
-            r"12 does not fit the width before it, 8: .*blocks.0.ln_1.* a whole factor, such as to 16",
-        ),
+        (gpt2(), 12, r"12 does not fit the width before it, 8: .*blocks.0.ln_1.* a whole factor, such as to 16"),
         (gpt2(), [8, 12], r"\[8, 12\] does not fit .*give one width, or three"),
     ):
         with pytest.raises(ValueError, match=f"UpscaleCallback.width = {words}"):

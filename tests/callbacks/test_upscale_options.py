@@ -18,15 +18,6 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("widths", [(16, 48), ([16, 16, 24], 48)])
-def test_two_upscales(widths: tuple[Any, Any], tmp_path: Path) -> None:
-    growth = [UpscaleCallback(30, widths[1]), UpscaleCallback(12, widths[0])]  # in any order
-    narrow, wide = fit(mlp(base_width=4), tmp_path), fit(mlp(base_width=4), tmp_path, *growth)
-    assert [c.summary["after"] for c in growth] == [widths[1], widths[0]]
-    assert gap(narrow, wide) < 1e-9
-
-
 class Frozen(Callback):
     """Freezes the first layer, until a step."""
 
@@ -158,28 +149,6 @@ def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> N
     without = fit(make(), tmp_path, swap(0), steps=40)
     assert torch.equal(without.losses[:11], whole.losses[:11])
     assert gap(without, whole) > 1e-6
-
-
-RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw", kept=[]))
-@pytest.mark.parametrize(
-    "method",
-    [mupscale.methods.HyperCloning("diagonal", **RULES), mupscale.methods.Lemon()],
-    ids=["diagonal", "lemon"],
-)
-def test_a_method_that_keeps_the_training(method: Any, optimizer: str, tmp_path: Path) -> None:
-    """Also with clipping, and after a resume."""
-    make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
-    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=30, save_top_k=-1)
-    swap = partial(UpscaleCallback, 20, 24, method=method)
-    narrow = fit(make(), tmp_path, gradient_clip_val=0.1)
-    wide = fit(make(), tmp_path, swap(), saver, ExactResume(), enable_checkpointing=True, gradient_clip_val=0.1)
-    assert gap(narrow, wide) < 1e-9
-    resumed = fit(make(), tmp_path, swap(), ExactResume(), ckpt=tmp_path / "step=30.ckpt", gradient_clip_val=0.1)
-    assert torch.equal(resumed.losses, wide.losses[30:])
 
 
 def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from training_runs import fit_outside, state
 
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.lab.stack_loop import StackedSteps, StackLoop, long_lived_objects, room_in_stack
-from mupscale.commands.lab.stacked_fit import Apart
+from mupscale.commands.lab.stack_loop import Apart, StackedSteps, StackLoop, long_lived_objects, room_in_stack
 from mupscale.methods.noise import AdditiveNoise
 
 BUILDERS: dict[str, tuple[Any, Any]] = {"mlp": (mlp, 24), "resnet": (resnet, 4), "gpt2": (gpt2, 24)}

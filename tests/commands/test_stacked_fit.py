@@ -18,8 +18,7 @@ from tiny_modules import mlp
 from training_runs import fit_outside
 
 from mupscale.callbacks.fast_loop import FastLoop
-from mupscale.commands.lab.stack_loop import StackLoop
-from mupscale.commands.lab.stacked_fit import ProcessState
+from mupscale.commands.lab.stack_loop import ProcessState, StackLoop
 from mupscale.commands.process import Terminated, end_now, on_sigterm
 
 

@@ -118,6 +118,43 @@ def test_a_held_thread_begins_nothing_until_something_waits_for_it(files: HeldFi
     assert files.written[-1] == "end.ckpt"
 
 
+def test_one_thread_writes_the_files_of_all_runs(tmp_path: Path) -> None:
+    """In the order in which they were asked for; a run waits for its own."""
+    runs = [HeldFiles() for _ in range(3)]
+    before = {thread for thread in threading.enumerate() if thread.name != "checkpoints"}
+    for index, files in enumerate(runs):
+        files.save(torch.ones(1), tmp_path / f"{index}.ckpt")
+    assert len(set(threading.enumerate()) - before) == 1
+    runs[0].go.set()
+    runs[0].wait()
+    assert [files.written for files in runs] == [["0.ckpt"], [], []]
+    runs[1].go.set()
+    runs[2].go.set()
+    runs[2].wait()
+    assert runs[1].written == ["1.ckpt"], "it came first"
+
+
+def test_a_thread_that_cannot_start_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(checkpoint_files, "THREAD", checkpoint_files.FileThread())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    files = HeldFiles()
+    with pytest.raises(RuntimeError, match="new thread"):
+        files.later(lambda: None)
+    files.wait()
+
+
+def test_a_run_that_is_given_up_holds_no_other_run(files: HeldFiles, tmp_path: Path) -> None:
+    other = HeldFiles()
+    other.hold()
+    other.give_up()
+    files.go.set()
+    files.save(torch.ones(1), tmp_path / "a.ckpt")
+    assert files.begun.acquire(timeout=60)
+
+
 def test_a_process_that_is_to_end_at_once_waits_for_no_file(files: HeldFiles, tmp_path: Path) -> None:
     files.save(torch.ones(1), tmp_path / "a.ckpt")
     files.save(torch.ones(1), tmp_path / "b.ckpt")
@@ -126,8 +163,7 @@ def test_a_process_that_is_to_end_at_once_waits_for_no_file(files: HeldFiles, tm
     files.wait()
     assert files.written == []
     files.go.set()
-    assert files._waiting is not None
-    files._waiting.join()
+    files._wait_for_all()
     assert files.written == ["a.ckpt"], "what was not begun is dropped"
 
 
@@ -180,10 +216,15 @@ def test_without_room_for_a_copy_the_file_is_written_at_once(
     files: HeldFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.go.set()
-    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda device: 15)
+    asked: list[Any] = []
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda device: asked.append(device) or 15)
+    files.save(torch.ones(2), tmp_path / "small.ckpt")
+    files.wait()
+    assert not asked, "it takes longer than the copy"
+    monkeypatch.setattr(checkpoint_files, "SMALL", 0)
     files.save(torch.ones(2), tmp_path / "a.ckpt")
-    assert files.written == ["a.ckpt"]
-    assert files._waiting is None, "no thread was started"
+    assert files.written == ["small.ckpt", "a.ckpt"]
+    assert files._asked == 0
 
 
 def host_copy(checkpoint: Any) -> Any:

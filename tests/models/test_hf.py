@@ -113,33 +113,19 @@ def test_new_layers_leave_the_loss_as_it_was(family: str, tmp_path: Path) -> Non
         assert torch.equal(logits(tmp_path / "both" / "hf", tokens), both.module.eval()(tokens))
 
 
-@pytest.mark.slow
-def test_routers_and_their_loss(tmp_path: Path) -> None:
-    settings = {"steps": 4}
-    config = {**MIXTRAL, "router_aux_loss_coef": 0.5, "num_hidden_layers": 1, "num_local_experts": 2}
-    runs = []
-    for swaps in ([], [UpscaleCallback(2, 32)]):
-        torch.manual_seed(0)
-        each = module(config)
-        original = each.configure_model
-
-        def configure(each: HFCausalLM = each, original: Any = original) -> None:
-            original()
-            assert isinstance(each.net, CausalLMNet)
-            each.net.model.set_experts_implementation("eager")  # the others are not for float64
-
-        each.configure_model = configure  # type: ignore[method-assign]
-        with Precision():
-            runs.append(fit(each, tmp_path / str(len(swaps)), *swaps, **settings))
-    assert gap(*runs) < 1e-10
-    batch = rows(runs[0].module, 4, torch.float64)[0]
-    with torch.no_grad(), Precision():
-        plain = torch.nn.functional.cross_entropy(runs[0].module(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        assert float(runs[0].module.loss(batch)) > float(plain) + 0.1
+def test_the_loss_of_routers_is_added() -> None:
+    """hf/test_zoo.py widens a Mixtral."""
+    torch.manual_seed(0)
+    mixtral = module({**MIXTRAL, "router_aux_loss_coef": 0.5, "num_hidden_layers": 1, "num_local_experts": 2})
+    mixtral.configure_model()
+    batch = rows(mixtral, 4, torch.float32)[0]
+    with torch.no_grad():
+        plain = torch.nn.functional.cross_entropy(mixtral(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        assert float(mixtral.loss(batch)) > float(plain) + 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 4, 6])
+@pytest.mark.parametrize("step", slow_except([2, 4, 6], kept=[4, 6]))
 def test_a_resumed_run_ends_as_an_uninterrupted_one(
     step: int, tmp_path: Path, finished: tuple[Any, dict[str, Any]], whole_run: Path
 ) -> None:
@@ -283,32 +269,21 @@ def test_a_width_that_is_no_number_of_heads() -> None:
 
 
 BAD_FOLDERS: dict[str, str] = {
-    "no weights": "has no weights",
-    "half a file": "model.folder: ",
     "code": "needs code of its own",
     "other weights": "its weights are not those of its configuration",
-    "an adapter": "holds an adapter",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_FOLDERS)
 def test_bad_folders(name: str, released: Path, tmp_path: Path) -> None:
-    weights = released / "model.safetensors"
-    if name == "no weights":
-        weights.unlink()
-    elif name == "half a file":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif name == "other weights":
-        content = json.loads((released / "config.json").read_text())
-        (released / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 3}))
-    elif name == "code":
-        (released / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
-        content = json.loads((released / "config.json").read_text())
-        content["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
-        (released / "config.json").write_text(json.dumps(content))
+    content = json.loads((released / "config.json").read_text())
+    if name == "other weights":
+        content["num_hidden_layers"] = 3
     else:
-        (released / "adapter_config.json").write_text("{}")
+        (released / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
+        content["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    (released / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=BAD_FOLDERS[name]) as error:
         fit(module(config=None, folder=str(released)), tmp_path, steps=1)
     assert "\n" not in str(error.value)

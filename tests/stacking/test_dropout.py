@@ -19,10 +19,6 @@ def mask(seed: int, step: int = 0, call: int = 0, p: float = 0.5, count: int = 1
     return kept(key, (count,), p, CPU).double()
 
 
-def correlation(a: Tensor, b: Tensor) -> float:
-    return torch.corrcoef(torch.stack([a, b]))[0, 1].item()
-
-
 @pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
 def test_elements_are_kept_with_their_probability(p: float) -> None:
     for seed in range(5):
@@ -32,26 +28,6 @@ def test_elements_are_kept_with_their_probability(p: float) -> None:
         blocks = keeps.view(1000, 100).sum(1)  # binomial, if elements are independent
         variance = 100 * p * (1 - p)
         assert abs(blocks.var().item() - variance) <= 0.25 * variance
-
-
-@pytest.mark.slow
-def test_neighbours_calls_steps_and_seeds_are_independent() -> None:
-    bound = 5 / 100_000**0.5
-    first = mask(0)
-    for distance in (1, 2, 3, 4, 8, 16, 32, 64, 128, 1024, 4096, 65536):
-        assert abs(correlation(first[:-distance], first[distance:])) < 5 / (100_000 - distance) ** 0.5
-    for other in (1, 2, 3, 7, 8, 255, 256, 65536, 2**31, 2**32, 2**40, -1):
-        assert abs(correlation(first, mask(other))) < bound
-        assert abs(correlation(mask(11), mask(11, step=abs(other)))) < bound
-        assert abs(correlation(first, mask(0, call=abs(other)))) < bound
-    masks = torch.stack(
-        [mask(seed, step, call, count=20_000) for seed in range(6) for step in range(6) for call in range(3)]
-    )
-    found = torch.corrcoef(masks).fill_diagonal_(0).abs()
-    assert found.max() < 6 / 20_000**0.5
-    ends = torch.stack([mask(seed, count=8) for seed in range(4000)])  # the same place for many seeds
-    assert (ends.mean(0) - 0.5).abs().max() < 0.04
-    assert torch.corrcoef(ends.T).fill_diagonal_(0).abs().max() < 0.09
 
 
 def test_mixing_is_splitmix64() -> None:

@@ -22,13 +22,7 @@ def rate(step: int) -> float:
 
 
 def separately(
-    model: str,
-    optimizer: str,
-    count: int,
-    steps: int,
-    grow_at: int,
-    clip: float | None,
-    rules: Rules = CARRIED,
+    model: str, optimizer: str, count: int, steps: int, grow_at: int, clip: float | None, rules: Rules = CARRIED
 ) -> Tensor:
     curves = []
     for index in range(count):
@@ -90,10 +84,7 @@ def test_the_mlp_trains_as_alone(optimizer: str, clip: float | None) -> None:
         assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "grow_at"),
-    slow_except([("adamw", 10), ("sgd", 0)], ("adamw", 10)),
-)
+@pytest.mark.parametrize(("optimizer", "grow_at"), slow_except([("adamw", 10), ("sgd", 0)], ("adamw", 10)))
 def test_new_copies_with_a_count_of_their_own_train_as_alone(optimizer: str, grow_at: int) -> None:
     alone = separately("mlp", optimizer, 4, 30, grow_at, None, MIXED)
     ours = together("mlp", optimizer, 4, 30, grow_at, None, rules=MIXED)
