@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mupscale import _torchvision as _torchvision
+from mupscale import _imports as _imports
 
 if TYPE_CHECKING:
     from mupscale import methods as methods

@@ -4,17 +4,16 @@ import os
 import sys
 import textwrap
 
-from mupscale import _torchmetrics
-from mupscale.commands.arguments import did_you_mean
+from mupscale import _imports
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
-from mupscale.commands.process import EXIT_CODE, Terminated, end_now, lenient_output, loaded, on_sigterm
+from mupscale.commands.process import EXIT_CODE, Terminated, did_you_mean, end_now, lenient_output, loaded, on_sigterm
 
 COMMANDS = {
-    "fit": ("fit", "train a configured model, with growth during the run if configured"),
+    "fit": ("cli", "train a configured model, with growth during the run if configured"),
     "resume": ("resume", "continue an interrupted run from its newest checkpoint"),
-    "validate": ("fit", "evaluate a checkpoint on the validation set"),
-    "test": ("fit", "evaluate a checkpoint on the test set"),
-    "predict": ("fit", "predict with a checkpoint"),
+    "validate": ("cli", "evaluate a checkpoint on the validation set"),
+    "test": ("cli", "evaluate a checkpoint on the test set"),
+    "predict": ("cli", "predict with a checkpoint"),
     "plan": ("plan", "show how a configured model would be widened, parameter by parameter"),
     "verify": ("verify", "check whether a configured model can be widened exactly, and name the layer that cannot"),
     "coord-check": ("coord_check", "check whether activations and updates keep their scale as the width grows"),
@@ -62,7 +61,7 @@ def run(arguments: list[str]) -> int | None:
     # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times
     # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    _torchmetrics.install()
+    _imports.install_parts()
     try:
         with on_sigterm(end_now):
             return loaded(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)

@@ -107,6 +107,11 @@ def is_under_transform(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor exists only inside `torch.vmap`; unlike the above, this can be compiled."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
 def vmap_refusal(error: Exception) -> str | None:
     """Why `torch.vmap` refused an operation; None for any other error."""
     reasons = {

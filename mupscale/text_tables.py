@@ -6,8 +6,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 Style = Literal["heading", "good", "bad"]
@@ -74,18 +73,13 @@ def table(
     """
     styles = {0: "heading", **(styles or {})}
     broken = [[*row[:-1], row[-1].replace(", ", ",\n")] for row in rows]
-    below = {column - 1 for column in right}
-    layouts = [partial(_aligned, rows, right), partial(_aligned, broken, right)]
-    layouts += [partial(_under_names, rows, below), partial(_under_names, broken, below)]
-    blocks = layouts[0]()
-    for layout in layouts[1:]:
-        if columns is not None and _width(blocks) > columns:
-            blocks = layout()
+    for cells, under_names in ((rows, False), (broken, False), (rows, True), (broken, True)):
+        blocks = _aligned(cells, right, under_names)
+        if columns is None or _width(blocks) <= columns:
+            break
     blocks = [folded(lines, columns) for lines in blocks]
-    painted = []
-    for index, lines in enumerate(blocks):
-        painted.append([paint(line, styles[index]) if index in styles else line for line in lines])
-    return [*painted[0], "-" * _width(blocks), *(line for lines in painted[1:] for line in lines)]
+    painted = [[paint(line, styles[at]) if at in styles else line for line in lines] for at, lines in enumerate(blocks)]
+    return [*painted[0], "-" * _width(blocks), *chain(*painted[1:])]
 
 
 def folded(lines: Iterable[str], columns: int | None) -> list[str]:
@@ -99,23 +93,19 @@ def folded(lines: Iterable[str], columns: int | None) -> list[str]:
     return answer
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[list[str]]:
+def _aligned(rows: Sequence[Sequence[str]], right: Collection[int], under_names: bool) -> list[list[str]]:
+    """The lines of each row; `under_names`, its first cell is a line of its own."""
+    first = 1 if under_names else 0
     widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*rows, strict=True)]
     answer = []
     for row in rows:
-        lines = []
-        for texts in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
-            sized = enumerate(zip(texts, widths, strict=True))
+        lines = [*row[:first]]
+        for texts in zip_longest(*(cell.split("\n") for cell in row[first:]), fillvalue=""):
+            sized = enumerate(zip(texts, widths[first:], strict=True), first)
             cells = [text.rjust(width) if index in right else text.ljust(width) for index, (text, width) in sized]
-            lines.append(GAP.join(cells).rstrip())
+            lines.append((INDENT * first + GAP.join(cells)).rstrip())
         answer.append(lines)
     return answer
-
-
-def _under_names(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[list[str]]:
-    """The lines of each row, the first cell on a line of its own."""
-    others = _aligned([row[1:] for row in rows], right)
-    return [[row[0], *(INDENT + line for line in lines)] for row, lines in zip(rows, others, strict=True)]
 
 
 def _width(blocks: Iterable[Iterable[str]]) -> int:

@@ -1,51 +1,175 @@
-"""Checkpoints on disk: finds the newest undamaged one of a run, and refuses to continue it as another run.
+"""Runs on disk: the folder of one, its lock, its newest undamaged checkpoint, and what a continued run may change.
 
-Loads torch only when it reads one.
+Loads torch only when it reads a checkpoint.
 """
 
+import fcntl
+import json
 import os
+import platform
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from mupscale.commands.config import Config, brief, class_name, differences
-from mupscale.commands.run_folder import RUN, read_run
-from mupscale.data_files import read_yaml
+from mupscale.atomic import write_durably
+from mupscale.commands.config import Config, brief, class_name, dictionary, differences
+from mupscale.data_files import META, METADATA, damage_in, data_in, json_of, read_yaml
 from mupscale.errors import UserError
-from mupscale.sharded_checkpoints import META, METADATA, check_sharded, damage_in, damage_in_shards, data_in
+
+RUN = "run.json"
+"""In the folder of a run: a JSON object with the identity of the run (`id`), which its checkpoints have too, and its
+length (`steps`, `steps_per_epoch`)."""
+
+RESULT = "result.json"
+"""In the folder of a run that has ended: its numbers."""
+
+LOCK = "run.lock"
+"""In a folder that a run writes to: the machine and the number of the process that last wrote. It may be deleted."""
+
+_held: dict[Path, "Claim"] = {}
+
+
+class Claim:
+    """The right to write to a folder, until it is released or this process ends, however it ends.
+
+    It is a POSIX lock, which a forked worker does not inherit: one that outlives its parent would keep it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises a UserError if another process has it."""
+        self.folder = folder.absolute()
+        self._made = _missing(self.folder)
+        if self.folder in _held:
+            raise Taken(f"{folder} is already in use by this process")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = open(self.folder / LOCK, "a+", errors="replace")  # noqa: SIM115
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "another process"
+            self._file.close()
+            raise Taken(f"{folder} is in use: {owner} writes to it. Wait until that ends, or stop it") from error
+        except OSError:
+            pass  # a file system without locks
+        _held[self.folder] = self
+
+    def begin(self) -> None:
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {platform.node()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Gives it back; folders that it made, and in which nothing else was written, are deleted."""
+        if _held.pop(self.folder, None) is None:
+            return
+        lock = self.folder / LOCK
+        if self._made and self.folder.exists() and set(os.listdir(self.folder)) <= {LOCK, RUN}:
+            (self.folder / RUN).unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
+        elif lock.exists() and not lock.stat().st_size:
+            lock.unlink()
+        _remove_empty(self._made)
+        self._file.close()
+
+
+class Taken(UserError):
+    """Another process writes to the folder."""
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What run.json says of the run in a folder; empty if it is missing or damaged."""
+    try:
+        content = json_of((folder / RUN).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_run(folder: Path, **fields: Any) -> None:
+    write_durably(folder / RUN, (json.dumps({**read_run(folder), **fields}, indent=1) + "\n").encode())
+
+
+def _missing(folder: Path) -> list[Path]:
+    return [each for each in (folder, *folder.parents) if not each.exists()]
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # it was not made, or another process has put something there
+            folder.rmdir()
+
+
+class Leftovers:
+    """The files that appear in a run's folder from `watch` on. `remove` deletes them, and folders made for them."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._before: set[Path] = set()
+        self._missing: list[Path] = []
+
+    def watch(self, folder: Path) -> None:
+        self._folder = folder
+        self._before = set(folder.rglob("*")) if folder.is_dir() else set()
+        self._missing = _missing(folder)
+
+    def remove(self) -> None:
+        if self._folder is None:
+            return
+        if self._folder in self._missing:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        else:
+            for path in set(self._folder.rglob("*")) - self._before:
+                if path.is_file() or path.is_symlink():
+                    path.unlink(missing_ok=True)
+        _remove_empty(self._missing)
+
+
+# --- its checkpoints
 
 
 def newest_checkpoint(
     folder: Path, tell: Callable[[str], None] = lambda line: None
 ) -> tuple[Path | None, dict[str, Any]]:
-    """The newest checkpoint of a run and its content; `tell` gets a line about each that is newer, but damaged.
+    """The newest checkpoint of a run and its content; `tell` gets a line about each that is newer, but damaged."""
+    for path, checkpoint in checkpoints_of_run(folder, tell):
+        problem = damage_at(path)
+        if problem is None:
+            return path, checkpoint
+        tell(f"{path} is damaged ({problem})")
+    return None, {}
+
+
+def checkpoints_of_run(
+    folder: Path, tell: Callable[[str], None] = lambda line: None
+) -> list[tuple[Path, dict[str, Any]]]:
+    """The checkpoints from which a run can go on and their content, the newest first; `tell` gets a line for damage.
 
     The last checkpoint of a finished run counts only once it is kept for resuming: then nothing is left to do. A
-    checkpoint that was written by another callback, or on an error in the middle of a step, counts if there is no
-    other.
+    checkpoint that was written by another callback, or on an error in the middle of a step, comes after all others.
     """
     from mupscale.models.checkpoint import peek, run_in
 
     found: list[tuple[tuple[bool, int, bool, float], Path, dict[str, Any]]] = []
-    identity = identity_of(folder)
+    identity = read_run(folder).get("id")
     for path in checkpoints_of(folder):
         checkpoint = peek(path)
         if checkpoint is None:
             if not path.is_dir():  # a folder without its last file was never finished
                 tell(f"{path} is damaged")
             continue
-        theirs = run_in(checkpoint).get("id")
-        is_of_run = theirs == identity if theirs is not None else _is_in(folder, path)
+        run = run_in(checkpoint)
+        if None in (identity, run.get("id")):
+            is_of_run = _is_in(folder, path) or run.get("folder") == str(folder.resolve())
+        else:
+            is_of_run = run["id"] == identity
         if is_of_run and "optimizer_states" in {*checkpoint, *sharded(path)}:
             rank = _counts(path, checkpoint), checkpoint["global_step"], _is_for_resuming(path), path.stat().st_mtime
             found.append((rank, path, checkpoint))
-    for _, path, checkpoint in sorted(found, key=lambda entry: entry[0], reverse=True):
-        problem = damage_at(path)
-        if problem is None:
-            return path, checkpoint
-        tell(f"{path} is damaged ({problem})")
-    return None, {}
+    return [(path, checkpoint) for _, path, checkpoint in sorted(found, key=lambda entry: entry[0], reverse=True)]
 
 
 def is_finished(checkpoint: dict[str, Any]) -> bool:
@@ -78,6 +202,8 @@ def checked(path: Path) -> dict[str, Any]:
     Raises a UserError if it is damaged, or holds more than data.
     """
     if path.is_dir():
+        from mupscale.models.sharded import check_sharded
+
         check_sharded(path)
     problem = damage_at(path)
     if problem is not None:
@@ -98,6 +224,8 @@ def damage_at(path: Path) -> str | None:
     """
     if not path.is_dir():
         return damage_in(path)
+    from mupscale.models.sharded import damage_in_shards
+
     share = share_of_process(os.environ)
     if _key(path) not in undamaged:
         problem = damage_in_shards(path, share)
@@ -147,38 +275,8 @@ def _is_for_resuming(path: Path) -> bool:
     return path.name.startswith("step=") and path.parent.name.partition("-")[0] == RESUME
 
 
-def identity_of(folder: Path) -> str | None:
-    """The identity of the run in a folder, from run.json, or from its checkpoints where that is missing or damaged.
-
-    None if neither has one. A folder for checkpoints that the user named may be that of several runs: each checkpoint
-    names the folder of its run. Raises a UserError if the checkpoints in the folder are of several runs.
-    """
-    from mupscale.models.checkpoint import peek, run_in
-
-    identity = read_run(folder).get("id")
-    if isinstance(identity, str):
-        return identity
-    found: dict[str, list[Path]] = {}
-    for path in checkpoints_of(folder):
-        run = run_in(peek(path) or {})
-        if isinstance(run.get("id"), str) and (_is_in(folder, path) or run.get("folder") == str(folder.resolve())):
-            found.setdefault(run["id"], []).append(path)
-    if len(found) > 1:
-        examples = ", ".join(str(paths[0]) for paths in found.values())
-        raise UserError(
-            f"{folder / RUN} is missing or damaged, and there are checkpoints of {len(found)} runs ({examples}). Move "
-            "those of the others elsewhere, or continue from one of them in a new folder: fit --ckpt_path CHECKPOINT"
-        )
-    return next(iter(found), None)
-
-
 def _is_in(folder: Path, path: Path) -> bool:
     return folder.resolve() in path.resolve().parents
-
-
-def dictionary(value: Any) -> dict[Any, Any]:
-    """A value that should be a dictionary; an empty one in place of anything else."""
-    return value if isinstance(value, dict) else {}
 
 
 def dirpath_of(folder: Path) -> Path | None:

@@ -1,15 +1,17 @@
 """The LightningCLI behind every command that takes a configuration: short class names, sensible defaults."""
 
 import importlib
+import inspect
 import logging
 import os
-import pkgutil
+import re
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from itertools import pairwise, zip_longest
+from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -17,33 +19,36 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import LightningEnum
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
+from mupscale.base_shapes import apply_mup
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.tensorboard import keep_tables, log_folders
-from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
-from mupscale.commands import trainer_options
+from mupscale.callbacks.upscale import UpscaleCallback, is_smaller, refuse_schedule, swaps_of
+from mupscale.commands import config as configuration
 from mupscale.commands._jsonargparse import arguments_of, key_and_problem, unknown_class, unknown_key
-from mupscale.commands.arguments import did_you_mean
-from mupscale.commands.checkpoints import checked, dictionary, refuse_changes
-from mupscale.commands.config import Config, Parsed, derive, known
-from mupscale.commands.endings import Ending, RunTrainer
+from mupscale.commands.checkpoints import checked, refuse_changes
+from mupscale.commands.config import Config, Parsed, derive, dictionary, given, known, with_merged_callback_args
 from mupscale.commands.mistakes import IN_TRAINING, line_about
-from mupscale.commands.next_steps import after_fit
-from mupscale.commands.process import without_collections
-from mupscale.commands.run_files import ResultFile, RunStart, SaveConfig
-from mupscale.data_files import LOADER, read_yaml, yaml_of
+from mupscale.commands.process import did_you_mean, without_collections
+from mupscale.commands.run import RunJournal, RunStart, after_fit
+from mupscale.data_files import LOADER, META, read_yaml
 from mupscale.errors import UserError, one_line
-from mupscale.models._lightning import OpenCLI, Parsers, callbacks_in, is_remote, is_trial_run, name_arguments_apart
-from mupscale.models.base import Growable
+from mupscale.models._lightning import callbacks_in, is_remote, is_trial_run, name_arguments_apart
+from mupscale.models.base import (
+    Growable,
+    has_own_optimizers,
+    refuse_absolute_rates,
+    refuse_bad_hyperparameters,
+)
 from mupscale.models.checkpoint import checkpoint_size, refuse_malformed, refuse_malformed_optimizers, run_in
 
 LOGGER = {
@@ -65,11 +70,8 @@ PURPOSES = {
 MISTAKES = (ValueError, OSError, ModuleNotFoundError, MisconfigurationException, ArgumentError)
 """The exceptions that mean a mistake in the configuration before the first batch; Lightning's own does at any time."""
 
-PARSERS: dict[str, Parsers] = {}
+PARSERS: dict[str, LightningArgumentParser] = {}
 """By their commands and texts: to make one takes a third of the time of parsing."""
-
-EVALUATIONS = ("validate", "test", "predict")
-"""Commands that need a checkpoint; without this check they would run with random weights."""
 
 
 class Parser(LightningArgumentParser):
@@ -99,45 +101,37 @@ class Parser(LightningArgumentParser):
         raise UserError(text) from ex
 
 
-class CLI(OpenCLI):
-    """The command line of a run. `folder` is the folder of the run to resume; `start` claims its folders."""
+class CLI(LightningCLI):
+    """The model, the data and the trainer of a command line, and the `command`, if there is one, that `run` runs.
+
+    Every command has a parser of its own: Lightning's subcommands would parse every value several times. `folder` is
+    the folder of the run to resume; `start` claims its folders.
+    """
 
     def __init__(
         self,
         *args: Any,
-        ending: Ending,
+        command: str,
+        journal: RunJournal,
         start: RunStart,
-        command: str = "",
         folder: Path | None = None,
         plain: Config | None = None,
         **kwargs: Any,
     ) -> None:
-        self.command = command
-        self.given_plainly = plain
+        self.command, self.folder = command, folder
+        self.plain = plain
         self._derived = None if plain is None else derive(plain)
-        self.folder = folder
-        self.ending = ending
+        self.journal = journal
         self.start = start
-        self.results = ResultFile()
-        self.text = ""
-        self.saved: Config = {}
         self._log_folders: list[str | None] = []
         super().__init__(*args, **kwargs)
 
-    def setup_parser(
-        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
-    ) -> None:
-        key = repr((self.command, add_subcommands, main_kwargs, subparser_kwargs))
-        if key in PARSERS:
-            self.share_parsers(PARSERS[key])
-        else:
-            super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
-            PARSERS[key] = self.parsers
-
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The requested subcommand only, because making each parser takes a good part of the start-up time."""
-        known = OpenCLI.subcommands()
-        return {self.command: known[self.command]} if self.command in known else known
+    def setup_parser(self, *arguments: Any) -> None:
+        key = repr((self.command, arguments))
+        if key not in PARSERS:
+            super().setup_parser(*arguments)
+            PARSERS[key] = self.parser
+        self.parser = PARSERS[key]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(FastLoop, "loop")
@@ -157,76 +151,86 @@ class CLI(OpenCLI):
             action="store_true",
             help="stop with an error if the training loss is NaN or infinite; by default, only warn",
         )
+        if self.command:
+            parser.add_method_arguments(Trainer, self.command, skip={*self.subcommands()[self.command]})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         assert isinstance(args, list)
         if self._derived is not None:
             self.config = self._derived.config
-            trainer_options.refuse_levels(self.config["fit"])
-            return
-        # Lightning's own way would warn that there is a command line as well
-        self.config = parser.parse_args(with_merged_callback_args(args))
-        command = self.config.get("subcommand")
-        config = self.config[command] if command else self.config
-        trainer_options.refuse_values_for_sections(config)
-        if config["callback_args"]:
+        else:
+            args = with_merged_callback_args(args)
+            try:
+                # Lightning's own way would warn that there is a command line as well
+                self.config = parser.parse_args(args)
+            except UserError:
+                import_classes()  # a class may be named in a way that `words_in` does not find; the error lists them
+                self.config = parser.parse_args(args)
+        register_strategy(self.config)
+        configuration.refuse_sections(self.config)
+        if self.config["callback_args"]:
             # as if the callbacks had these arguments themselves, also in the run's config.yaml
-            values = {"trainer": {"callbacks": with_callback_args(config)}, "callback_args": None}
-            self.config = parser.parse_object({command: values} if command else values, cfg_base=self.config)
-            config = self.config[command] if command else self.config
-        trainer_options.refuse_levels(config)
+            values = {"trainer": {"callbacks": with_callback_args(self.config)}, "callback_args": None}
+            self.config = parser.parse_object(values, cfg_base=self.config)
         if self.folder is None:
-            make_dirpaths_absolute(config)
+            make_dirpaths_absolute(self.config)
 
-    def on_checkpoint_path(self) -> None:
-        """Keeps the configuration as it was given: Lightning would override it by the checkpoint's class and arguments.
+    def before_instantiate_classes(self) -> None:
+        """Keeps the configuration as it was given, before a checkpoint and the folder of a run change it."""
+        if not self.command:
+            return
+        given = deepcopy(self.config)
+        given["ckpt_path"] = None
+        saved = as_plain(self.parser, given) if self._derived is None else self._derived.saved
+        if self.plain is not None and self._derived is None:
+            known.append(Parsed(self.plain, given, saved))
+        self.journal.config = saved
+        self._use_checkpoint()
+        self._place_logs()
 
-        The width of the checkpoint may differ, because the module rebuilds itself. Only a sharded checkpoint, and one
-        for FSDP2, is loaded too late for that, so its width is set here.
+    def _use_checkpoint(self) -> None:
+        """Refuses a checkpoint that the command cannot go on from. The module rebuilds itself at its width.
+
+        Only a sharded checkpoint, and one for FSDP2, is loaded too late for that, so its width is set here.
         """
-        self.given = deepcopy(self.config)
-        command = self.config.get("subcommand", "")
-        path = self.config.get(command, {}).get("ckpt_path")
+        path, model = self.config["ckpt_path"], self.config["model"]
         if path is None:
-            if command in EVALUATIONS:
-                base = self.config.get(f"{command}.model.init_args.init_from")
+            if self.command != "fit":
+                base = (model.get("init_args") or {}).get("init_from")
                 raise UserError(
-                    f"ckpt_path: {command} needs a checkpoint, without one the weights are random, and model.init_from "
-                    f"is for fit alone; name it: --ckpt_path {base or 'runs/NAME/version_0/checkpoints/last.ckpt'}"
+                    f"ckpt_path: {self.command} needs a checkpoint, without one the weights are random, and "
+                    "model.init_from is for fit alone; name it: "
+                    f"--ckpt_path {base or 'runs/NAME/version_0/checkpoints/last.ckpt'}"
                 )
             return
         if path in ("last", "best", "hpc") or not Path(path).exists():
             raise UserError(
                 f"ckpt_path: there is no checkpoint {path}. Name one, or continue a run: python -m mupscale resume RUN"
             )
-        if Path(path).is_dir() and not (Path(path) / "meta.pt").is_file():
+        if Path(path).is_dir() and not (Path(path) / META).is_file():
             raise UserError(
                 f"ckpt_path: {path} is not a checkpoint. If it is a run's folder: python -m mupscale resume {path}"
             )
-        section = self.config[self.config.subcommand]
-        if Path(path).is_file() and section.get("weights_only") is False:
+        if Path(path).is_file() and self.config["weights_only"] is False:
             return  # the user trusts the file
         try:
-            saved = checked(Path(path))
-            refuse_malformed(saved)
-            if command == "fit":
-                refuse_malformed_optimizers(saved)
+            checkpoint = checked(Path(path))
+            refuse_malformed(checkpoint)
+            if self.command == "fit":
+                refuse_malformed_optimizers(checkpoint)
         except UserError as error:
             raise UserError(f"ckpt_path: {error}") from error
-        if command == "fit":
-            self._log_folders = run_in(saved).get("log_folders", [])
-            # checkpoints that were written before they held the configuration lie beside it
-            then = run_in(saved).get("config") or (self.folder and read_yaml(self.folder / "config.yaml"))
-            if then is not None:
-                refuse_changes(
-                    then, self.plain(self.config), saved.get("global_step", 0), same_place=self.folder is not None
-                )
-        self._replace_files(section.model.get("init_args") or {}, saved)
-        if Path(path).is_dir() or trainer_options.is_sharding(section.trainer.get("strategy")):
-            name = section.model.class_path.rpartition(".")[2]
-            for key, value in checkpoint_size(saved, name)._asdict().items():
-                if value is not None:
-                    self.config[f"{self.config.subcommand}.model.init_args.{key}"] = value
+        if self.command == "fit":
+            run = run_in(checkpoint)
+            self._log_folders = run.get("log_folders", [])
+            if run.get("config") is not None:
+                step, stays = checkpoint.get("global_step", 0), self.folder is not None
+                refuse_changes(run["config"], self.journal.config, step, same_place=stays)
+        self._replace_files(model.get("init_args") or {}, checkpoint)
+        if Path(path).is_dir() or configuration.is_sharding(self.config["trainer"]["strategy"]):
+            size = checkpoint_size(checkpoint, model.class_path.rpartition(".")[2])
+            for key, value in size.arguments.items():
+                self.config[f"model.init_args.{key}"] = value
 
     def _replace_files(self, arguments: Any, saved: dict[str, Any]) -> None:
         """A released model that a run started from may be gone: the checkpoint has its weights and configuration."""
@@ -235,18 +239,10 @@ class CLI(OpenCLI):
         if starts_from_files and isinstance(config, dict):
             arguments["folder"], arguments["config"] = None, config
 
-    def plain(self, config: Any) -> Config:
-        return cast(Config, yaml.load(self.dumped(config), LOADER))
-
-    def dumped(self, config: Any) -> str:
-        """The section of the command as the text of config.yaml."""
-        command = config["subcommand"]
-        # it was validated as it was parsed
-        return str(self.parser_of(command).dump(config[command], skip_none=False, skip_validation=True))
-
-    def before_instantiate_classes(self) -> None:
-        trainer = self.section("trainer")
-        if self.subcommand == "fit" and not trainer["logger"] and not trainer["fast_dev_run"]:
+    def _place_logs(self) -> None:
+        """Gives a run without a logger a folder of its own, and one that is resumed its old folders."""
+        trainer = self.config["trainer"]
+        if self.command == "fit" and not trainer["logger"] and not trainer["fast_dev_run"]:
             # Lightning's folder for a run without a logger is the same for all of them
             trainer["default_root_dir"] = str(self.start.folder_without_logger(trainer["default_root_dir"]))
         if self.folder is None:
@@ -255,7 +251,7 @@ class CLI(OpenCLI):
             name = f"{TensorBoardLogger.__module__}.{TensorBoardLogger.__qualname__}"
             place = Namespace(save_dir=None, name="", version=None)
             trainer["logger"] = Namespace(class_path=name, init_args=place)
-        loggers = trainer_options.listed(trainer["logger"])
+        loggers = configuration.listed(trainer["logger"])
         for logger, written in zip_longest(loggers, self._log_folders[: len(loggers)]):
             arguments = getattr(logger, "init_args", {})
             if all(name in arguments for name in ("save_dir", "name", "version")):
@@ -266,46 +262,51 @@ class CLI(OpenCLI):
                 arguments["name"] = ""
                 arguments["version"] = folder.name
 
-    def on_trainer_config(self, config: Any) -> None:
-        given = trainer_options.listed(config["callbacks"])
-        refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
-        trainer_options.refuse_processes(config)
-        if self.subcommand in (None, "fit"):
-            trainer_options.refuse_options({**config, "callbacks": given})
-        self.trainer_defaults["callbacks"] = default_callbacks(
-            given,
-            logger=bool(config["logger"]),
-            progress_bar=config["enable_progress_bar"] is not False and not config["barebones"],
-        )
-        if self.subcommand is not None:
-            self.given[f"{self.subcommand}.ckpt_path"] = None
-            self.given[f"{self.subcommand}.seed_everything"] = self.section("seed_everything")
-            if self._derived is not None:
-                self.text, self.saved = self._derived.text, self._derived.saved
-            else:
-                self.text = self.dumped(self.given)
-                self.saved = yaml.load(self.text, LOADER)
-                if self.given_plainly is not None:
-                    known.append(Parsed(self.given_plainly, self.given, self.text, self.saved))
-            saver = SaveConfig(self.text, resumed=self.folder is not None)
-            config["callbacks"] = [self.ending, *given, saver, self.results]
-
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
         name_arguments_apart(self.model, self.datamodule)
+        if self.command == "fit" and self.plain is None and not has_own_optimizers(self.model):
+            refuse_optimizer(self.model, self.trainer)  # before data are loaded
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
+        options = self.config_init["trainer"]
+        given = configuration.listed(options["callbacks"])
+        refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
+        configuration.refuse_processes(options)
+        if self.command in ("", "fit"):
+            configuration.refuse_options(options)
+        options["callbacks"] = [self.journal, *given] if self.command else given
+        self.trainer_defaults["callbacks"] = default_callbacks(
+            given,
+            logger=bool(options["logger"]),
+            progress_bar=options["enable_progress_bar"] is not False and not options["barebones"],
+        )
         trainer = super().instantiate_trainer(**arguments)
-        self.ending.attach(trainer)
+        self.journal.attach(trainer)
         for curves in callbacks_in(trainer, Curves):
-            curves.stop_on_nan = curves.stop_on_nan or self.section("stop_on_nan")
+            curves.stop_on_nan = curves.stop_on_nan or self.config["stop_on_nan"]
         return trainer
 
-    def before_validate(self) -> None:
-        if self.trainer.is_global_zero and self.trainer.loggers and self.trainer.log_dir is not None:
-            self.start.leftovers.watch(Path(self.trainer.log_dir))
+    def run(self) -> None:
+        """Runs the command."""
+        if self.command == "fit":
+            self.before_fit()
+        else:
+            self.start.watch_logs(self.trainer)
+        answer = getattr(self.trainer, self.command)(**self.command_arguments())
+        if self.command == "fit":
+            self.after_fit()
+        if self.command == "predict" and answer and self.trainer.is_global_zero:
+            path = Path(self.trainer.log_dir or self.trainer.default_root_dir) / "predictions.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(answer, path)
+            print(f"predictions of {len(answer)} batches: {path}")
 
-    before_test = before_predict = before_validate
+    def command_arguments(self) -> dict[str, Any]:
+        """What the method of the trainer gets."""
+        names = inspect.signature(getattr(Trainer, self.command)).parameters
+        own = {name: self.config_init[name] for name in names if name in self.config_init}
+        return {**own, "datamodule": self.datamodule}
 
     def before_fit(self) -> None:
         trainer = self.trainer
@@ -313,80 +314,98 @@ class CLI(OpenCLI):
             return
         claimed = self.start.claim(trainer, takes_next=self._takes_next_version())
         for callback in callbacks_in(trainer, ExactResume):
-            callback.run = {**claimed, "config": self.saved, "log_folders": log_folders(trainer)}
+            callback.run = {**claimed, "config": self.journal.config, "log_folders": log_folders(trainer)}
         keep_tables(trainer)
 
     def after_fit(self) -> None:
-        trainer, ending = self.trainer, self.ending
-        if not trainer.is_global_zero or is_trial_run(trainer) or ending.received_sigterm:
-            return
-        saved = ending.checkpoints()
-        if ending.folder is not None and saved:
-            last = getattr(trainer.checkpoint_callback, "last_model_path", None) or saved[0][1]
-            for line in after_fit(trainer, self.model, ending.folder, Path(last)):
+        if self.trainer.is_global_zero and self.journal.folder is not None:
+            for line in after_fit(self.trainer, self.model, self.journal.folder):
                 print(line, flush=True)
 
     def _takes_next_version(self) -> bool:
         """Whether the first logger finds its version itself."""
-        loggers = self.section("trainer")["logger"]
+        loggers = self.config["trainer"]["logger"]
         first = loggers[0] if isinstance(loggers, list) else loggers
         own = isinstance(next(iter(self.trainer.loggers), None), TensorBoardLogger | CSVLogger)
         return own and self.folder is None and getattr(first, "init_args", {}).get("version") is None
 
-    def predict(self, **arguments: Any) -> None:
-        predictions = self.trainer.predict(**arguments)
-        path = Path(self.trainer.log_dir or self.trainer.default_root_dir) / "predictions.pt"
-        if predictions and self.trainer.is_global_zero:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(predictions, path)
-            print(f"predictions of {len(predictions)} batches: {path}")
+
+def main(command: str, arguments: list[str]) -> None:
+    """fit, validate, test and predict."""
+    parsed(arguments, command)
 
 
-def parsed(arguments: list[str], *, run: bool = True, **options: Any) -> CLI:
-    """Parses a command line and runs its command; without `run`, only makes its model, data and trainer.
-
-    The options are those of `opened`.
-    """
-    with opened(arguments, run=run, **options) as cli:
-        if run:
-            cli.run_subcommand()
+def parsed(arguments: list[str], command: str = "", **options: Any) -> CLI:
+    """Parses a command line and runs its command, if there is one. The options are those of `opened`."""
+    with opened(arguments, command, **options) as cli:
+        if command:
+            cli.run()
     return cli
+
+
+def described(arguments: list[str], command: str) -> tuple[Config, CLI]:
+    """The whole configuration of a command line with all defaults, and the objects that were made of it.
+
+    They are made so that a class that refuses its arguments does so now.
+    """
+    cli = parsed(arguments, parser_kwargs={"prog": f"python -m mupscale {command}"})
+    return as_plain(cli.parser, cli.config), cli
+
+
+def as_plain(parser: LightningArgumentParser, config: Any) -> Config:
+    # it was validated as it was parsed
+    return cast(Config, yaml.load(parser.dump(config, skip_none=False, skip_validation=True), LOADER))
+
+
+def refuse_optimizer(module: Growable, trainer: Trainer) -> None:
+    """Raises a UserError for an optimizer, or a schedule, of the configuration that cannot train the module."""
+    parameters = module.network(*module.size, meta=True).parameters()
+    try:
+        optimizer = module.optimizer_callable(parameters)
+    except ValueError as error:  # torch judges most numbers
+        raise UserError(f"model.optimizer: {error}") from error
+    refuse_bad_hyperparameters(optimizer, trainer)
+    apply_mup(optimizer)
+    if module.lr_scheduler_callable is not None:
+        refuse_absolute_rates(module.lr_scheduler_callable(optimizer))
+
+
+def refuse_growths(module: Growable, trainer: Trainer) -> None:
+    before = module.size
+    for callback in swaps_of(trainer):
+        after = callback.size_after(before)
+        if is_smaller(before, after):
+            callback.planned(module, before)
+        before = after
 
 
 @contextmanager
 def opened(
     arguments: list[str],
+    command: str = "",
     *,
-    run: bool = True,
-    handles_signals: bool = True,
     parser_kwargs: dict[str, Any] | None = None,
     folder: Path | None = None,
     plain: Config | None = None,
 ) -> Iterator[CLI]:
-    """A command line, parsed, with its model, data and trainer; its command is run inside of the context, if `run`.
+    """A command line, parsed, with its model, data and trainer; its command, if any, is run inside of the context.
 
-    `plain` is the configuration of a `fit` with a single file, which is derived from a similar one if there was one. A
-    command that `handles_signals` ends by SIGTERM after its step.
+    `plain` is the configuration of a `fit` with a single file, which is derived from a similar one if there was one.
 
     A mistake in the configuration is a UserError. An error after the first step is raised unchanged.
     """
-    refuse_unreadable(arguments)
-    import_classes()
+    import_classes(words_in(arguments))
     quieten()
     dump_enums_as_text()
-    command = arguments[0] if run and arguments and arguments[0] in PURPOSES else ""
     texts = {
-        name: {
-            "description": DESCRIPTION.format(purpose=purpose),
-            "usage": f"python -m mupscale {name} --config FILE [--config FILE …] [options]",
-        }
-        for name, purpose in PURPOSES.items()
-        if command in ("", name)
+        "prog": f"python -m mupscale {command}",
+        "usage": f"python -m mupscale {command} --config FILE [--config FILE …] [options]",
+        "description": DESCRIPTION.format(purpose=PURPOSES.get(command)),
     }
-    ending = Ending()
+    journal = RunJournal(resumed=folder is not None)
     start = RunStart(folder)
     try:
-        with ending.explained(handles_signals=handles_signals) if run else nullcontext():
+        with journal.explained() if command else nullcontext():
             yield CLI(
                 Growable,
                 LightningDataModule,
@@ -398,22 +417,21 @@ def opened(
                 save_config_callback=None,
                 trainer_defaults={"logger": LOGGER, "log_every_n_steps": LOG_EVERY, "enable_model_summary": False},
                 parser_class=Parser,
-                parser_kwargs={"prog": "python -m mupscale", **(texts if run else {}), **(parser_kwargs or {})},
+                parser_kwargs=parser_kwargs or texts,
                 args=arguments,
-                run=run,
+                run=False,
                 command=command,
                 folder=folder,
                 plain=plain,
-                ending=ending,
+                journal=journal,
                 start=start,
-                trainer_class=RunTrainer,
             )
     except Exception as error:
-        is_mistake = isinstance(error, MisconfigurationException if ending.has_begun else MISTAKES)
-        if ending.has_stepped and not is_mistake:
+        is_mistake = isinstance(error, MisconfigurationException if journal.has_begun else MISTAKES)
+        if journal.has_stepped and not is_mistake:
             error.add_note(IN_TRAINING)
         line = (key_and_problem(str(error))[1] or one_line(error)) if is_mistake else line_about(error)
-        if line is not None and not ending.has_stepped:
+        if line is not None and not journal.has_stepped:
             start.leftovers.remove()
         if line is None or isinstance(error, UserError):
             raise
@@ -422,18 +440,12 @@ def opened(
         start.release()
 
 
-def given(arguments: list[str], *options: str) -> Iterator[tuple[str, str]]:
-    """Those of the options that a command line has, each with its value: `--config FILE`, or `--config=FILE`."""
-    for before, argument in pairwise(["", *arguments]):
-        name, equals, value = argument.partition("=")
-        if before in options:
-            yield before, argument
-        elif equals and name in options:
-            yield name, value
+def words_in(arguments: list[str]) -> set[str] | None:
+    """The words of a command line and its files, among them names of classes; None if it asks for help about all.
 
-
-def refuse_unreadable(arguments: list[str]) -> None:
-    """Raises a UserError for a file of --config that is not YAML with keys, or stands for too many values."""
+    Raises a UserError for a file of --config that is not YAML with keys, or stands for too many values.
+    """
+    texts = list(arguments)
     for _, file in given(arguments, "--config"):
         if Path(file).is_file():
             try:
@@ -444,14 +456,33 @@ def refuse_unreadable(arguments: list[str]) -> None:
                 raise UserError(
                     f"config: give a YAML file with keys (model:, data:, trainer:), got {content or 'nothing'}"
                 )
+            texts.append(Path(file).read_text())
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    return None if words & {"help", "h"} else words
 
 
-def import_classes() -> None:
-    """Imports the classes that a configuration can name without their import path."""
+def import_classes(named: set[str] | None = None) -> None:
+    """Imports the classes that a configuration can name without their import path; only those `named`, if given."""
     with without_collections():
-        for package in (models, datamodules, callbacks):
-            for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{package.__name__}.{module.name}")
+        for module, classes in classes_by_module().items():
+            if named is None or not named.isdisjoint(classes):
+                importlib.import_module(module)
+
+
+@cache
+def classes_by_module() -> dict[str, list[str]]:
+    """The names of the classes in each module of models, data and callbacks, none of which is imported for that."""
+    return {
+        f"{package.__name__}.{path.stem}": re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+        for package in (models, datamodules, callbacks)
+        for path in sorted(Path(package.__path__[0]).glob("*.py"))
+    }
+
+
+def register_strategy(config: Any) -> None:
+    """Makes `trainer.strategy: fsdp2`, which is no name of a class, known to Lightning."""
+    if configuration.is_sharding(config["trainer"]["strategy"]):
+        importlib.import_module("mupscale.models.fsdp2")
 
 
 def short_names(kind: type[Any]) -> set[str]:
@@ -471,7 +502,7 @@ def descendants(kind: type[Any]) -> list[type[Any]]:
 
 def with_callback_args(config: Any) -> list[dict[str, Any]]:
     """The configured callbacks, as plain values, their arguments overridden by `callback_args`."""
-    answer = [callback.as_dict() for callback in trainer_options.listed(config["trainer"]["callbacks"])]
+    answer = [callback.as_dict() for callback in configuration.listed(config["trainer"]["callbacks"])]
     for name, arguments in config["callback_args"].items():
         named = [callback for callback in answer if callback["class_path"].rpartition(".")[2] == name]
         if not named:
@@ -487,40 +518,10 @@ def with_callback_args(config: Any) -> list[dict[str, Any]]:
     return answer
 
 
-def with_merged_callback_args(arguments: list[str]) -> list[str]:
-    """A command line in which the `callback_args` of its options and files are merged: later ones would replace all.
-
-    So best.yaml, which has the tuned ones, keeps what the command line of a sweep says of the others.
-    """
-    merged: Config = {}
-    count = 0
-    for option, value in given(arguments, "--config", "--callback_args"):
-        with suppress(UserError, ValueError, yaml.YAMLError):  # the parser says what is wrong with it
-            is_file = option == "--config"
-            content = dictionary(read_yaml(Path(value))).get("callback_args") if is_file else yaml_of(value)
-            count += bool(content)
-            for name, own in dictionary(content).items():
-                merged[name] = _merged(merged.get(name, {}), own)
-    if count < 2:
-        return arguments
-    return [*arguments, f"--callback_args={yaml.safe_dump(merged, default_flow_style=True)}"]
-
-
-def _merged(before: Any, after: Any) -> Any:
-    """The arguments of callbacks of one class, which may be a list with an entry for each of them."""
-    if isinstance(before, list) and isinstance(after, list):
-        pairs = list(zip_longest(before, after))
-    elif isinstance(before, list) or isinstance(after, list):
-        pairs = [(own, after) for own in before] if isinstance(before, list) else [(before, own) for own in after]
-    else:
-        return {**before, **after} if isinstance(before, dict) and isinstance(after, dict) else after
-    return [_merged(one or {}, other or {}) for one, other in pairs]
-
-
 def make_dirpaths_absolute(config: Any) -> None:
     """Replaces relative folders for checkpoints, in config.yaml as well: `resume` and `report` may be started
     elsewhere."""
-    callbacks = [callback.get("init_args") for callback in trainer_options.listed(config["trainer"]["callbacks"])]
+    callbacks = [callback.get("init_args") for callback in configuration.listed(config["trainer"]["callbacks"])]
     for arguments in (config["checkpoint"], *(each for each in callbacks if each is not None)):
         dirpath = arguments.get("dirpath")
         if isinstance(dirpath, str) and not is_remote(dirpath):

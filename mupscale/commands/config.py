@@ -1,17 +1,22 @@
-"""A whole configuration as plain values: finds keys, names classes, compares two, derives one from another."""
+"""A whole configuration as plain values: finds keys, compares two, refuses what does not work, derives similar ones.
+
+Loads torch and Lightning only to refuse options of a run.
+"""
 
 import math
+import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from mupscale.data_files import json_of
+from mupscale.data_files import json_of, read_yaml, yaml_of
 from mupscale.errors import UserError
 
 Config = dict[str, Any]
@@ -83,6 +88,54 @@ def _descend(node: Any, parts: list[str], key: str) -> tuple[Config, str]:
             raise UserError(f"{key}: there is no {part!r}; there are {', '.join(node)}")
         node = node[part]
     raise AssertionError(key)
+
+
+# --- command lines
+
+
+def given(arguments: list[str], *options: str) -> Iterator[tuple[str, str]]:
+    """Those of the options that a command line has, each with its value: `--config FILE`, or `--config=FILE`."""
+    for before, argument in pairwise(["", *arguments]):
+        name, equals, value = argument.partition("=")
+        if before in options:
+            yield before, argument
+        elif equals and name in options:
+            yield name, value
+
+
+def with_merged_callback_args(arguments: list[str]) -> list[str]:
+    """A command line in which the `callback_args` of its options and files are merged: later ones would replace all.
+
+    So best.yaml, which has the tuned ones, keeps what the command line of a sweep says of the others.
+    """
+    merged: Config = {}
+    count = 0
+    for option, value in given(arguments, "--config", "--callback_args"):
+        with suppress(UserError, ValueError, yaml.YAMLError):  # the parser says what is wrong with it
+            is_file = option == "--config"
+            content = dictionary(read_yaml(Path(value))).get("callback_args") if is_file else yaml_of(value)
+            count += bool(content)
+            for name, own in dictionary(content).items():
+                merged[name] = _merged(merged.get(name, {}), own)
+    if count < 2:
+        return arguments
+    return [*arguments, f"--callback_args={yaml.safe_dump(merged, default_flow_style=True)}"]
+
+
+def _merged(before: Any, after: Any) -> Any:
+    """The arguments of callbacks of one class, which may be a list with an entry for each of them."""
+    if isinstance(before, list) and isinstance(after, list):
+        pairs = list(zip_longest(before, after))
+    elif isinstance(before, list) or isinstance(after, list):
+        pairs = [(own, after) for own in before] if isinstance(before, list) else [(before, own) for own in after]
+    else:
+        return {**before, **after} if isinstance(before, dict) and isinstance(after, dict) else after
+    return [_merged(one or {}, other or {}) for one, other in pairs]
+
+
+def dictionary(value: Any) -> dict[Any, Any]:
+    """A value that should be a dictionary; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 # --- text and files
@@ -168,21 +221,155 @@ def number_in(value: Any) -> Any:
     return value
 
 
+# --- options and numbers that do not work in the runs of this project: the reason and the remedy
+
+
+LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0, "devices": -1}
+"""Options of the trainer that Lightning does not check, and the least value that it can run with."""
+
+
+def refuse_options(trainer: Any) -> None:
+    """Raises a UserError for options and callbacks of the trainer's configuration that do not work in a run."""
+    from lightning.pytorch.callbacks import WeightAveraging
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    from mupscale.callbacks.swap import refuse_callbacks
+
+    if trainer.get("barebones"):
+        raise UserError(
+            "trainer.barebones: true does not work here: it forbids the checkpoints and logs by which a run is resumed "
+            "and compared; for speed: --loop.cuda_graph true, a larger --trainer.log_every_n_steps, "
+            "--trainer.enable_progress_bar false"
+        )
+    if trainer.get("enable_checkpointing") is False:
+        raise UserError(
+            "trainer.enable_checkpointing: false does not work here: without checkpoints a run cannot be resumed, nor "
+            "saved before an upscale; to save at the end alone: --checkpoint.every_n_train_steps 1000000000"
+        )
+    if any(isinstance(plugin, AsyncCheckpointIO) for plugin in listed(trainer.get("plugins"))):
+        raise UserError(
+            "trainer.plugins: AsyncCheckpointIO does not work here: it reports a checkpoint as written before it is, "
+            "so that older ones are deleted too early; leave it out"
+        )
+    for key in ("max_steps", "max_epochs", "limit_train_batches"):
+        value = trainer.get(key)
+        if value == 0 and not isinstance(value, bool):
+            raise UserError(f"trainer.{key} = {value}: the run would train nothing; give a larger number")
+    for key, least in LEAST.items():
+        given = trainer.get(key)
+        number = int(given) if isinstance(given, str) and given.removeprefix("-").isdecimal() else given
+        if isinstance(number, int | float) and number < least:
+            raise UserError(f"trainer.{key} must be at least {least:g}, got {given}")
+    interval = trainer.get("val_check_interval")
+    if isinstance(interval, int | float) and interval <= 0:
+        raise UserError(f"trainer.val_check_interval must be above 0, got {interval}")
+    refuse_callbacks(listed(trainer.get("callbacks")))
+    if is_sharding(trainer.get("strategy")):
+        for callback in listed(trainer.get("callbacks")):
+            if isinstance(callback, WeightAveraging):
+                raise UserError(
+                    f"trainer.callbacks: {type(callback).__name__} does not work under trainer.strategy: fsdp2, "
+                    "because it copies the model, and shards cannot be copied; use trainer.strategy: ddp, or leave it "
+                    "out"
+                )
+
+
+def refuse_processes(trainer: Any) -> None:
+    """Raises a UserError if torchrun has started another number of processes than the trainer's configuration says.
+
+    UserError also for several nodes without anything that could have started the others: the run would wait for them;
+    and for more devices of a CPU than it has cores: each of them would be a process of this run.
+    """
+    import torch
+    from lightning.fabric.plugins import environments
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _refuse_other_processes(trainer)
+    launchers = (
+        environments.LSFEnvironment,
+        environments.MPIEnvironment,
+        environments.SLURMEnvironment,
+        environments.TorchElasticEnvironment,
+    )
+    if "MASTER_ADDR" in os.environ or any(kind.detect() for kind in launchers):
+        return
+    nodes = trainer.get("num_nodes") or 1
+    if nodes > 1:
+        raise UserError(
+            f"trainer.num_nodes = {nodes}, but neither torchrun nor srun has started this process: start the same "
+            "command with one of them on each node, or set --trainer.num_nodes=1"
+        )
+    devices, cores = str(trainer.get("devices")), len(os.sched_getaffinity(0))
+    has_others = torch.cuda.is_available() or torch.backends.mps.is_available()
+    is_cpu = trainer.get("accelerator") == "cpu" or (trainer.get("accelerator") == "auto" and not has_others)
+    if is_cpu and devices.isdecimal() and int(devices) > max(2, cores):
+        raise UserError(
+            f"trainer.devices = {devices}: on a CPU each device is a process, and this one has {cores} cores; give at "
+            f"most {max(2, cores)}"
+        )
+
+
+def _refuse_other_processes(trainer: Any) -> None:
+    here, everywhere = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    started = {"devices": (here, "--nproc-per-node"), "num_nodes": (everywhere // here, "--nnodes")}
+    for key, (count, option) in started.items():
+        given = trainer.get(key)
+        if given in ("auto", -1, "-1") and trainer.get("accelerator") != "cpu":
+            continue  # all that there are
+        wanted = 1 if given == "auto" else len(given) if isinstance(given, list) else given
+        if str(wanted) != str(count):
+            what = "processes on this machine" if key == "devices" else "machines"
+            raise UserError(
+                f"trainer.{key} = {given}, but torchrun has started {count} {what}: set --trainer.{key}={count}, or "
+                f"start torchrun with {option}={wanted}"
+            )
+
+
+def is_sharding(strategy: Any) -> bool:
+    """Whether a configured strategy shards the model, and so loads a checkpoint after it is made."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    if isinstance(strategy, ModelParallelStrategy):
+        return True
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
+    return str(name).rpartition(".")[2] in ("fsdp2", "FSDP2", "ModelParallelStrategy")
+
+
+def listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def refuse_sections(config: Any) -> None:
+    """Raises a UserError for a section that is a value, such as `trainer: 3`, and for numbers that cannot be meant."""
+    for section in ("trainer", "loop", "checkpoint"):
+        if not hasattr(config[section], "get"):
+            raise UserError(f"{section}: wanted options by name, got {config[section]}")
+    seed = config["seed_everything"]
+    if not isinstance(seed, bool | None) and not 0 <= seed < 2**32:
+        raise UserError(f"seed_everything must be a whole number from 0 to {2**32 - 1}, got {seed}")
+    schedule = (config.get("model.init_args") or {}).get("lr_scheduler")
+    for key, value in (getattr(schedule, "init_args", None) or {}).items():
+        if any(isinstance(number, float) and not math.isfinite(number) for number in listed(value)):
+            raise UserError(f"model.lr_scheduler.{key} must be a finite number, got {value}")
+
+
 # --- similar configurations: the first is parsed, which takes most of the start-up time of a run
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's, where PyYAML was built with it: the same text, many times as fast."""
 
-Keys = tuple[Any, ...]
-"""The keys and the places in lists that lead to a value."""
+
+def dump(config: Config) -> str:
+    return str(yaml.dump(config, sort_keys=False, Dumper=_DUMPER))
 
 
 class Parsed(NamedTuple):
-    """A configuration of `fit`: as it was given, as it was parsed, and its config.yaml: the text, and what it says."""
+    """A configuration of `fit`: as it was given, as it was parsed, and that with all defaults as plain values."""
 
     plain: Config
     config: Any
-    text: str
     saved: Config
 
 
@@ -193,57 +380,37 @@ known: deque[Parsed] = deque(maxlen=16)
 def derive(plain: Config) -> Parsed | None:
     """What parsing a configuration would give; None if it must be parsed."""
     for first in known:
-        changes = changes_from(first, plain)
-        if changes is not None:
-            config, saved = deepcopy(first.config), deepcopy(first.saved)
-            for path, value in changes.items():
-                _put(config["fit"], path, value)
-                _put(saved, path, value)
-            header = "".join(line for line in first.text.splitlines(keepends=True) if line.startswith("#"))
-            return Parsed(plain, config, header + yaml.dump(saved, sort_keys=False, Dumper=_DUMPER), saved)
+        with suppress(KeyError, TypeError):
+            changes = list(_changes(first.plain, plain))
+            answer = deepcopy(first)
+            for keys, before, after in changes:
+                _put(answer.config, keys, before, after)
+                _put(answer.saved, keys, before, after)
+            return answer._replace(plain=plain)
     return None
 
 
-def changes_from(first: Parsed, plain: Config) -> dict[Keys, Any] | None:
-    """The values that another configuration has, by their paths; None if one of them must be parsed.
+def _changes(before: Any, after: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """The values that differ, and the keys that lead to them. Raises a KeyError or a TypeError if one must be parsed.
 
-    Types are compared as well: 1 batch is not 1.0, which means all.
+    Another class has other arguments, a text may stand for something that is not a text, and 1 batch is not 1.0, which
+    means all.
     """
-    before, after = dict(_leaves(first.plain)), dict(_leaves(plain))
-    if before.keys() != after.keys():
-        return None
-    answer = {}
-    for path, value in after.items():
-        if type(value) is not type(before[path]):
-            return None
-        if value == before[path]:
-            continue
-        # another class has other arguments, and a text may stand for something that is not a text
-        is_plain = isinstance(value, bool | int | float | str) and path[-1] != "class_path"
-        if not is_plain or _value_at(first.config["fit"], path) != before[path]:
-            return None
-        answer[path] = value
-    return answer
+    if type(before) is not type(after) or len(before) != len(after):
+        raise TypeError(after)
+    for key in after if isinstance(after, dict) else range(len(after)):
+        old, new = before[key], after[key]
+        if isinstance(new, dict | list):
+            yield from _changes(old, new, (*keys, key))
+        elif repr(old) != repr(new):
+            if type(old) is not type(new) or key == "class_path":
+                raise TypeError(new)
+            yield (*keys, key), old, new
 
 
-def _leaves(node: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    if not isinstance(node, dict | list) or not node:
-        yield path, node
-        return
-    for key, item in node.items() if isinstance(node, dict) else enumerate(node):
-        yield from _leaves(item, (*path, key))
-
-
-def _value_at(node: Any, path: Keys) -> Any:
-    """The value at a path; `...`, which is no value, inside of a tuple, where none can be put."""
-    for part in path:
-        if isinstance(node, tuple):
-            return ...
-        node = node[part] if isinstance(node, list) else node.get(part)
-    return node
-
-
-def _put(node: Any, path: Keys, value: Any) -> None:
-    for part in path[:-1]:
-        node = node[part]
-    node[path[-1]] = value
+def _put(made: Any, keys: tuple[Any, ...], before: Any, after: Any) -> None:
+    for key in keys[:-1]:
+        made = made[key]
+    if made[keys[-1]] != before:
+        raise TypeError(before)
+    made[keys[-1]] = after

@@ -1,21 +1,18 @@
 """A configuration without a run: its values, model, data and trainer, its scheduled upscales, its optimizers."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from lightning.pytorch import LightningDataModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from mupscale.base_shapes import apply_mup
-from mupscale.callbacks.ordinary import refuse_shared_rates
-from mupscale.callbacks.upscale import is_smaller, swaps_of
-from mupscale.commands.cli import CLI, parsed
-from mupscale.commands.config import Config
-from mupscale.data_files import LOADER
+from mupscale.callbacks.swap import refuse_shared_rates
+from mupscale.callbacks.upscale import swaps_of
+from mupscale.commands.cli import parsed, refuse_optimizer
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models._lightning import optimizers_of, schedulers_of
@@ -23,13 +20,12 @@ from mupscale.models.base import (
     Growable,
     doubled,
     has_own_optimizers,
-    refuse_absolute_rates,
     refuse_bad_hyperparameters,
 )
 from mupscale.models.checkpoint import Size
 from mupscale.widening.layers import Depth
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import continued_groups, refuse_uneven_groups
+from mupscale.widening.state import Continuation, refuse_uneven_groups
 
 
 def configured(
@@ -37,18 +33,8 @@ def configured(
 ) -> tuple[Growable, LightningDataModule, Trainer]:
     """The model, the data and the trainer of a configuration (`--config FILE`, and overrides)."""
     texts = {"prog": f"python -m mupscale {command}", "description": description}
-    cli = parsed(arguments, run=False, parser_kwargs=texts)
+    cli = parsed(arguments, parser_kwargs=texts)
     return cli.model, cli.datamodule, cli.trainer
-
-
-def described(arguments: list[str], command: str) -> tuple[Config, CLI]:
-    """The whole configuration of a command line with all defaults, and the objects that were made of it.
-
-    They are made so that a class that refuses its arguments does so now.
-    """
-    cli = parsed(arguments, run=False, parser_kwargs={"prog": f"python -m mupscale {command}"})
-    text = cli.parser.dump(cli.config, skip_none=False, skip_validation=True)  # it was validated as it was parsed
-    return yaml.load(text, LOADER), cli
 
 
 def first_batches(module: Growable, data: LightningDataModule, count: int) -> list[Any]:
@@ -59,15 +45,6 @@ def first_batches(module: Growable, data: LightningDataModule, count: int) -> li
     if refuse_model is not None:
         refuse_model(module.hparams)
     return list(islice(iter(data.train_dataloader()), count))
-
-
-def refuse_growths(module: Growable, trainer: Trainer) -> None:
-    before = module.size
-    for callback in swaps_of(trainer):
-        after = callback.size_after(before)
-        if is_smaller(before, after):
-            callback.planned(module, before)
-        before = after
 
 
 class Growth(NamedTuple):
@@ -86,17 +63,11 @@ class Growth(NamedTuple):
 
 def refuse_optimizers(module: Growable, trainer: Trainer) -> None:
     """Raises a UserError for optimizers, and a schedule of the configuration, that `fit` refuses."""
-    net = module.network(*module.size, meta=True)
-    made = made_for(module, net) if has_own_optimizers(module) else None
-    if made is not None:
-        for optimizer in made.optimizers:
-            refuse_bad_hyperparameters(optimizer, trainer)
-        return
-    optimizer = module.optimizer_callable(net.parameters())
-    refuse_bad_hyperparameters(optimizer, trainer)
-    apply_mup(optimizer)
-    if module.lr_scheduler_callable is not None:
-        refuse_absolute_rates(module.lr_scheduler_callable(optimizer))
+    made = made_for(module, module.network(*module.size, meta=True)) if has_own_optimizers(module) else None
+    if made is None:
+        refuse_optimizer(module, trainer)
+    for optimizer in made.optimizers if made is not None else ():
+        refuse_bad_hyperparameters(optimizer, trainer)
 
 
 def growths(module: Growable, trainer: Trainer, data: LightningDataModule) -> list[Growth]:
@@ -157,14 +128,16 @@ def refuse_own_rates(module: Growable, narrow: nn.Module, wide: nn.Module, plan:
         return
     try:
         for before, after in zip(made.optimizers, grown.optimizers, strict=False):
-            continued = continued_groups(plan, narrow, before, wide, method.mup_rates)
+            continued = Continuation(plan, narrow, before, wide, method.mup_rates).groups()
             refuse_uneven_groups(continued, wide, after)
     except UserError as error:
         raise UserError(f"{type(module).__name__}.{error}") from error
     refuse_shared_rates(module, narrow, made.schedulers, plan, method.mup_rates)
 
 
-def moved_optimizers(module: Growable, net: nn.Module, *, several: bool) -> Callable[[list[nn.Parameter]], Any] | None:
+def optimizers_of_copies(
+    module: Growable, net: nn.Module, *, several: bool
+) -> Callable[[list[nn.Parameter]], Any] | None:
     """A function that makes the optimizers of `net` for the parameters of a copy of it; None if it cannot be made.
 
     Without `several`, it makes one only.
@@ -174,29 +147,16 @@ def moved_optimizers(module: Growable, net: nn.Module, *, several: bool) -> Call
         return None
 
     def optimizers(params: list[nn.Parameter]) -> Any:
-        made = made_for(module, net)
+        given = {id(own): parameter for own, parameter in zip(net.parameters(), params, strict=True)}
+        made = made_for(module, deepcopy(net, given))
         assert made is not None
-        twins = {id(own): twin for own, twin in zip(net.parameters(), params, strict=True)}
-        for optimizer in made.optimizers:
-            _move_(optimizer, twins)
-        return made.optimizers if len(made.optimizers) > 1 else made.optimizers[0]
+        return begin_rates(made.optimizers) if len(made.optimizers) > 1 else begin_rates(made.optimizers)[0]
 
     return optimizers
 
 
-def _move_(optimizer: Optimizer, twins: dict[int, nn.Parameter]) -> None:
-    """Lets an optimizer train other parameters, with its first state."""
-    state = dict(optimizer.state)
-    optimizer.state.clear()
-    for parameter, values in state.items():
-        twin = twins[id(parameter)]
-        optimizer.state[twin] = {key: _as(twin, value) for key, value in values.items()}
-    for group in optimizer.param_groups:
-        group["params"] = [twins[id(parameter)] for parameter in group["params"]]
-        group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may begin with a rate of zero
-
-
-def _as(parameter: Tensor, value: Any) -> Any:
-    """A value of an optimizer's state, in the precision of its parameter if it has its shape."""
-    is_like = isinstance(value, Tensor) and value.shape == parameter.shape
-    return value.to(parameter.dtype) if is_like else value
+def begin_rates(optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Gives the groups the rates that their schedules start from: a schedule may begin with a rate of zero."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group.get("initial_lr", group["lr"])
+    return optimizers

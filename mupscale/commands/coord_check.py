@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from mupscale._torch import tree_map
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
 from mupscale.commands import figures
-from mupscale.commands.arguments import ArgumentParser, refuse_output_folder
-from mupscale.commands.process import progress_bar, show
+from mupscale.commands.process import ArgumentParser, progress_bar, refuse_output_folder, show
 from mupscale.errors import UserError, needs_extra, refuse_unless_whole
 
 ROWS = 16
@@ -75,7 +74,7 @@ def numbers(text: str) -> list[int]:
 def checked(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
     """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
     from mupscale.callbacks.upscale import swaps_of
-    from mupscale.commands.configured import configured, first_batches
+    from mupscale.commands.configured import begin_rates, configured, first_batches
     from mupscale.models._lightning import optimizers_of
     from mupscale.models.checkpoint import Size
     from mupscale.models.growth_check import LossBySize
@@ -98,11 +97,7 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
 
     def optimizers(net: nn.Module) -> list[Optimizer]:
         module.net = net
-        made = optimizers_of(module.configure_optimizers())
-        for optimizer in made:
-            for group in optimizer.param_groups:
-                group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may begin with a rate of zero
-        return made
+        return begin_rates(optimizers_of(module.configure_optimizers()))
 
     with progress_bar() as status:
         return coord_check(

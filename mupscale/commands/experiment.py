@@ -13,9 +13,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.lab.execution import add_options, claimed, goes_on_when_repeated, open_driver, refuse_options
-from mupscale.commands.process import columns, paint, without_collections
+from mupscale.commands.process import ArgumentParser, columns, paint, without_collections
 from mupscale.errors import needs_extra
 from mupscale.text_tables import table
 

@@ -6,7 +6,7 @@ For example: export runs/llama/version_0/checkpoints/last.ckpt --out wide. From 
 from pathlib import Path
 from typing import Any
 
-from mupscale.commands.arguments import ArgumentParser, refuse_new_folder
+from mupscale.commands.process import ArgumentParser, refuse_new_folder
 from mupscale.commands.saved_model import load_weights, module_of
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, refuse_malformed

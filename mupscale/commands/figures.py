@@ -53,19 +53,12 @@ def higher_is_better(metric: str) -> bool | None:
     return True if "acc" in name or "f1" in name or "auc" in name else None
 
 
-def figure(width: float = 5.2, height: float = 4.0) -> "tuple[Figure, Axes]":
-    drawn, (ax,) = panels(width, height)
-    return drawn, ax
-
-
-def panels(width: float, height: float, rows: int = 1, columns: int = 1) -> "tuple[Figure, list[Axes]]":
+def panels(width: float = 5.2, height: float = 4.0, rows: int = 1, columns: int = 1) -> "tuple[Figure, list[Axes]]":
     """A figure that needs no window system, and the axes of its panels, row by row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = [drawn.add_subplot(rows, columns, place + 1) for place in range(rows * columns)]
+    axes = list(drawn.subplots(rows, columns, squeeze=False).flat)
     for ax in axes:
         ax.grid(color=GRID, linewidth=0.7)
         ax.set_axisbelow(True)
@@ -97,31 +90,27 @@ def heatmap(
     """Draws values over a grid: the smallest starred, infinite ones (diverged) blank, missing ones (None) hatched."""
     from matplotlib.patches import Rectangle
 
-    drawn, ax = figure(1.6 + 0.75 * max(4, len(x)), 1.4 + 0.55 * max(4, len(y)))
+    drawn, (ax,) = panels(1.6 + 0.75 * max(4, len(x)), 1.4 + 0.55 * max(4, len(y)))
     cells = {(column, row): value(a, b) for column, a in enumerate(x) for row, b in enumerate(y)}
     finite = {cell: number for cell, number in cells.items() if number is not None and math.isfinite(number)}
-    best = min(finite, key=finite.__getitem__) if finite else None
     rows = [[finite.get((column, row), math.nan) for column in range(len(x))] for row in range(len(y))]
     scale = loss_norm(list(finite.values()))
     ax.grid(visible=False)
     image = ax.imshow(rows, origin="lower", aspect="auto", cmap=f"{COLOURS}_r", norm=scale)
-    for (column, row), number in cells.items():
-        if number is None:
-            corner = (column - 0.5, row - 0.5)
-            ax.add_patch(Rectangle(corner, 1, 1, fill=False, hatch="////", edgecolor="lightgrey", linewidth=0))
-        elif math.isfinite(number):
-            red, green, blue, _ = image.cmap(scale(number))
-            is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-            offset = (0, -9 if (column, row) == best else 0)  # in points: below the star
-            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
-            colour = "white" if is_dark else "black"
-            ax.annotate(f"{number:.3g}", (column, row), offset, textcoords="offset points", color=colour, **style)
+    for column, row in (cell for cell, number in cells.items() if number is None):
+        ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, hatch="////", edgecolor="lightgrey", lw=0))
+    best = min(finite, key=finite.__getitem__, default=None)
     if best is not None:
         ax.scatter([best[0]], [best[1] + 0.12], s=150, **STAR)
+    for cell, number in finite.items():
+        red, green, blue, _ = image.cmap(scale(number))
+        colour = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
+        offset = (0, -9 if cell == best else 0)  # in points: below the star
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": colour}
+        ax.annotate(f"{number:.3g}", cell, offset, textcoords="offset points", **style)
     ax.set_xticks(range(len(x)), [tick(a) for a in x], **slanted(x))
     ax.set_yticks(range(len(y)), [tick(b) for b in y])
-    ax.set_xlabel(x_label)
-    ax.set_ylabel(y_label)
+    ax.set(xlabel=x_label, ylabel=y_label)
     colour_bar(drawn, image, ax, label, list(finite.values()))
     return save(drawn, path)
 
@@ -131,7 +120,7 @@ def scatter(path: Path, points: Sequence[tuple[Any, Any, float]], x_label: str, 
 
     An axis whose values are all positive is logarithmic.
     """
-    drawn, ax = figure()
+    drawn, (ax,) = panels()
     is_log = [is_positive([point[axis] for point in points]) for axis in (0, 1)]
     points = [(x if is_log[0] else tick(x), y if is_log[1] else tick(y), value) for x, y, value in points]
     diverged = [(x, y) for x, y, value in points if not math.isfinite(value)]
@@ -146,8 +135,7 @@ def scatter(path: Path, points: Sequence[tuple[Any, Any, float]], x_label: str, 
     for index, axis in enumerate((ax.xaxis, ax.yaxis)):
         if is_log[index]:
             make_log(axis, [point[index] for point in points])
-    ax.set_xlabel(x_label)
-    ax.set_ylabel(y_label)
+    ax.set(xlabel=x_label, ylabel=y_label)
     colour_bar(drawn, dots, ax, label, values)
     return save(drawn, path)
 
@@ -156,10 +144,9 @@ def profile(
     path: Path, levels: Sequence[Any], values: Mapping[Any, Sequence[float]], x_label: str, label: str
 ) -> list[Path]:
     """Draws values over the levels of one axis."""
-    drawn, ax = figure()
+    drawn, (ax,) = panels()
     draw_profiles(ax, levels, {"": values})
-    ax.set_xlabel(x_label)
-    ax.set_ylabel(label)
+    ax.set(xlabel=x_label, ylabel=label)
     return save(drawn, path)
 
 
@@ -189,8 +176,7 @@ def draw_profiles(ax: "Axes", levels: Sequence[Any], lines: Mapping[str, Mapping
     low, high = min(means), max(means)
     if low > 0:
         high = min(high, ABOVE * max(lowest))
-    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    ax.set_ylim(low - margin, high + margin)
+    ax.set_ylim(*with_margin(low, high))
     if is_log:
         ax.set_xscale("log")
         room = 1.02 * (max(levels) / min(levels)) ** 0.05  # also for levels that are left out
@@ -200,25 +186,23 @@ def draw_profiles(ax: "Axes", levels: Sequence[Any], lines: Mapping[str, Mapping
         ax.minorticks_off()
 
 
-def bands(
-    path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, higher_is_better: bool = False
-) -> list[Path]:
+def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str) -> list[Path]:
     """Draws lines with their ranges and marks.
 
     Where the beginnings would hide the differences the vertical axis is cut, and its label says so.
     """
     from matplotlib.ticker import EngFormatter
 
-    low, high, is_cut = worth_showing(lines, higher_is_better)
+    is_maximised = bool(higher_is_better(y_label))
+    low, high, is_cut = worth_showing(lines, is_maximised)
     columns = max(1, 56 // (5 + max(len(band.label) for band in lines)))  # of the legend, which stands above the axes
-    drawn, ax = figure(5.4, 3.5 + 0.2 * math.ceil(len(lines) / columns))
+    drawn, (ax,) = panels(5.4, 3.5 + 0.2 * math.ceil(len(lines) / columns))
     handles = [draw_band(ax, band) for band in lines]
     ax.set_ylim(low, high)
-    if not higher_is_better and low > 0 and high > 4 * low:
+    if not is_maximised and low > 0 and high > 4 * low:
         make_log(ax.yaxis, (low, high))
-    ax.set_xlim(0, max(max(band.x) for band in lines) * 1.02)
+    ax.set(xlabel=x_label, xlim=(0, max(max(band.x) for band in lines) * 1.02))
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    ax.set_xlabel(x_label)
     ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label, parse_math=False)
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}
     names = [band.label for band in lines]
@@ -284,19 +268,22 @@ def slanted(values: Sequence[Any]) -> dict[str, Any]:
     return {"rotation": 20, "ha": "right"} if any(len(tick(value)) > 8 for value in values) else {}
 
 
-def worth_showing(lines: Sequence[Band], higher_is_better: bool) -> tuple[float, float, bool]:
+def worth_showing(lines: Sequence[Band], is_maximised: bool) -> tuple[float, float, bool]:
     """The range of an axis from the best value to the worst after the first tenth of the lines; and whether it leaves
     anything out.
     """
-    best, worst = (max, min) if higher_is_better else (min, max)
+    best, worst = (max, min) if is_maximised else (min, max)
     extremes = [value for band in lines for value in (*band.low, *band.high)]
-    good = best(extremes)
-    bad = worst(worst(band.y[len(band.y) // 10 :]) for band in lines)
-    margin = 0.06 * abs(good - bad) or 0.05 * abs(good) or 1.0
-    low, high = (bad - margin, good + margin) if higher_is_better else (good - margin, bad + margin)
-    if not higher_is_better and good > 0:
+    good, bad = best(extremes), worst(worst(band.y[len(band.y) // 10 :]) for band in lines)
+    low, high = with_margin(min(good, bad), max(good, bad))
+    if not is_maximised and good > 0:
         low = max(low, good / 1.15)
     return low, high, min(extremes) < low or max(extremes) > high
+
+
+def with_margin(low: float, high: float) -> tuple[float, float]:
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
 
 
 def loss_norm(values: Sequence[float]) -> Any:
@@ -310,13 +297,11 @@ def loss_norm(values: Sequence[float]) -> Any:
 
 
 def colour_bar(drawn: "Figure", coloured: Any, ax: "Axes", label: str, values: Sequence[float]) -> None:
-    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+    from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-    cut = bool(values) and coloured.norm.vmax < max(values)
-    bar = drawn.colorbar(coloured, ax=ax, label=label, extend="max" if cut else "neither")
-    bar.ax.yaxis.set_major_locator(MaxNLocator(5))
-    bar.ax.yaxis.set_major_formatter(ScalarFormatter(useOffset=False))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
+    ends = "max" if values and coloured.norm.vmax < max(values) else "neither"
+    style: dict[str, Any] = {"ticks": MaxNLocator(5), "format": ScalarFormatter(useOffset=False), "extend": ends}
+    drawn.colorbar(coloured, ax=ax, label=label, **style).minorticks_off()
 
 
 def is_positive(values: Sequence[Any]) -> bool:

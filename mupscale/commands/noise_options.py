@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from mupscale.commands.arguments import refuse_output
+from mupscale.commands.process import refuse_output
 from mupscale.errors import UserError
 from mupscale.methods import METHODS, GrowthMethod
 from mupscale.methods.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise

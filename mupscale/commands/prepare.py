@@ -7,8 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
-from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.next_steps import command_line
+from mupscale.commands.process import ArgumentParser, command_line
 from mupscale.datamodules.documents import SEPARATOR, FineWebEdu, TextFiles
 from mupscale.datamodules.preparation import TRAINING_BYTES, Prepared, prepare
 from mupscale.datamodules.token_files import SPLITS
@@ -33,80 +32,60 @@ def main(command: str, arguments: list[str]) -> None:
 
         if options.kind == "fineweb":
             import datasets  # noqa: F401
+    is_hub, fraction = options.kind == "fineweb", options.val_fraction
     try:
         with as_user_errors(OSError):
-            prepared = prepare(
-                source_of(options),
-                options.out,
-                vocabulary=options.vocab,
-                tokens=options.tokens,
-                val_fraction=options.val_fraction,
-            )
+            source = FineWebEdu(options.subset) if is_hub else TextFiles(options.files, options.separator)
+            prepared = prepare(source, options.out, options.vocab, tokens=options.tokens, val_fraction=fraction)
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(f"run the same command again to continue in {options.out}") from interrupt
-    print(summary(prepared))
-    print(f"  train on it: {training_command(prepared)}")
+    train, val = (
+        f"{prepared[split]['tokens']:,} tokens of {prepared[split]['documents']:,} documents" for split in SPLITS
+    )
+    print(f"{options.out}: {train} to train on, {val} held out, vocabulary {prepared['vocabulary']:,}")
+    print(f"  train on it: {training_command(options.out, prepared)}")
 
 
 def parser() -> ArgumentParser:
+    vocab_help = (
+        "GPT-2's vocabulary, or a byte-level BPE of N tokens trained on the first "
+        f"{TRAINING_BYTES >> 20} MiB of training text"
+    )
+    held_out_help = "the fraction of documents to hold out (default %(default)s)"
+    threads_help = "the number of tokenising threads (default: one per core)"
+    tokens_help = "stop after the document that reaches this number of tokens (100M, 2.5B)"
+    shared = ArgumentParser(add_help=False)
+    shared.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or an unfinished one")
+    shared.add_argument("--vocab", type=vocabulary, required=True, metavar="gpt2|N", help=vocab_help)
+    shared.add_argument("--val-fraction", type=float, default=0.01, metavar="F", help=held_out_help)
+    shared.add_argument("--workers", type=int, metavar="N", help=threads_help)
+
     answer = ArgumentParser(prog="python -m mupscale prepare", description=__doc__)
     kinds = answer.add_subparsers(dest="kind", required=True, metavar="fineweb|text")
-    fineweb = kinds.add_parser(
-        "fineweb", help="stream FineWeb-Edu", description="Streams FineWeb-Edu from the Hugging Face Hub."
-    )
-    fineweb.add_argument(
-        "--subset", required=True, help="a subset of HuggingFaceFW/fineweb-edu: CC-MAIN-2013-20, sample-10BT, …"
-    )
-    text = kinds.add_parser(
-        "text", help="tokenise local files", description=f"Tokenises local files. {TextFiles.__doc__}"
-    )
+    about_fineweb = "Streams FineWeb-Edu from the Hugging Face Hub."
+    fineweb = kinds.add_parser("fineweb", help="stream FineWeb-Edu", description=about_fineweb, parents=[shared])
+    subset_help = "a subset of HuggingFaceFW/fineweb-edu: CC-MAIN-2013-20, sample-10BT, …"
+    fineweb.add_argument("--subset", required=True, help=subset_help)
+    fineweb.add_argument("--tokens", type=number_of_tokens, required=True, metavar="N", help=tokens_help)
+
+    about_text = f"Tokenises local files. {TextFiles.__doc__}"
+    text = kinds.add_parser("text", help="tokenise local files", description=about_text, parents=[shared])
     text.add_argument("files", nargs="+", type=Path, metavar="FILE")
     separator_help = "the line between two documents of a plain text ('' for empty lines; default %(default)s)"
     text.add_argument("--separator", default=SEPARATOR, metavar="LINE", help=separator_help)
-    for kind in (fineweb, text):
-        size = f"{TRAINING_BYTES >> 20} MiB"
-        vocab_help = f"GPT-2's vocabulary, or a byte-level BPE of N tokens trained on the first {size} of training text"
-        tokens_help = "stop after the document that reaches this number of tokens (100M, 2.5B)"
-        if kind is text:
-            tokens_help += "; by default all documents are read"
-        kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or an unfinished one")
-        kind.add_argument("--vocab", type=vocabulary, required=True, metavar="gpt2|N", help=vocab_help)
-        kind.add_argument("--tokens", type=number_of_tokens, required=kind is fineweb, metavar="N", help=tokens_help)
-        kind.add_argument(
-            "--val-fraction",
-            type=float,
-            default=0.01,
-            metavar="F",
-            help="the fraction of documents to hold out (default %(default)s)",
-        )
-        kind.add_argument(
-            "--workers", type=positive, metavar="N", help="the number of tokenising threads (default: one per core)"
-        )
+    tokens_help += "; by default all documents are read"
+    text.add_argument("--tokens", type=number_of_tokens, metavar="N", help=tokens_help)
     return answer
 
 
-def source_of(options: argparse.Namespace) -> FineWebEdu | TextFiles:
-    if options.kind == "fineweb":
-        return FineWebEdu(options.subset)
-    return TextFiles(options.files, options.separator)
-
-
-def summary(prepared: Prepared) -> str:
-    def size(split: str) -> str:
-        return f"{prepared.content[split]['tokens']:,} tokens of {prepared.content[split]['documents']:,} documents"
-
-    content = f"{size('train')} to train on, {size('val')} held out, vocabulary {prepared.vocabulary:,}"
-    return f"{prepared.folder}: {content}"
-
-
-def training_command(prepared: Prepared) -> str:
-    context = min(CONTEXT, *(prepared.count(split) - 1 for split in SPLITS))
+def training_command(folder: Path, prepared: Prepared) -> str:
+    train, val = (prepared[split]["tokens"] for split in SPLITS)
+    context = min(CONTEXT, train - 1, val - 1)
     model = ["--model", "GPT2", "--model.width", 256, "--model.heads", 8, "--model.layers", 4]
-    model += ["--model.vocabulary", prepared.vocabulary, "--model.context", context]
-    data = ["--data", "FineWeb", "--data.data_dir", prepared.folder, "--data.context", context]
-    rows = prepared.count("train") // context
-    if rows < 2 * BATCH:
-        data += ["--data.batch_size", max(1, rows // 2)]
+    model += ["--model.vocabulary", prepared["vocabulary"], "--model.context", context]
+    data = ["--data", "FineWeb", "--data.data_dir", folder, "--data.context", context]
+    if train // context < 2 * BATCH:
+        data += ["--data.batch_size", max(1, train // context // 2)]
     return command_line("fit", *model, *data, "--trainer.max_steps", 1000)
 
 
@@ -127,9 +106,3 @@ def number_of_tokens(text: str) -> int:
     if tokens < 1:
         raise argparse.ArgumentTypeError(f"wanted a number like 500k, 100M or 2.5B, got {text!r}")
     return tokens
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"wanted a number of threads, got {text!r}")
-    return int(text)

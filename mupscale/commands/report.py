@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.process import ArgumentParser
 from mupscale.errors import as_user_errors, needs_extra
 
 

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.checkpoints import SUMMARY, dictionary, dirpath_of, is_finished, newest_checkpoint
-from mupscale.commands.next_steps import command_line
-from mupscale.commands.process import without_collections
+from mupscale.commands.checkpoints import SUMMARY, dirpath_of, is_finished, newest_checkpoint
+from mupscale.commands.config import dictionary
+from mupscale.commands.process import ArgumentParser, command_line, without_collections
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 
@@ -47,7 +46,7 @@ def main(command: str, arguments: list[str]) -> None:
     with without_collections():  # Lightning takes seconds to load; mistakes are reported before
         from mupscale.commands.cli import parsed
 
-    parsed(["fit", "--config", str(config), *overrides, "--ckpt_path", str(path)], folder=options.run)
+    parsed(["--config", str(config), *overrides, "--ckpt_path", str(path)], "fit", folder=options.run)
 
 
 def runs_near(folder: Path) -> str:

@@ -25,7 +25,7 @@ from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
 from mupscale.widening.layers import standing_in
 from mupscale.widening.optimizers import registered_optimizer
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import SOURCE_GROUP, continued_groups, sources_of
+from mupscale.widening.state import SOURCE_GROUP, Continuation
 
 MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
 """What a model or an optimizer raises for arguments that it does not expect."""
@@ -159,36 +159,33 @@ def fresh_optimizer(plan: Plan, narrow: nn.Module, optimizer: Optimizer, wide: n
     return apply_mup(kind(groups), wide)
 
 
-def continue_groups(
-    plan: Plan, narrow: nn.Module, before: Optimizer, wide: nn.Module, after: Optimizer, method: GrowthMethod
-) -> None:
-    """Gives the groups of the wide optimizer the hyperparameters that continue the narrow ones."""
-    continued: dict[int, dict[str, Any]] = {}
-    for group in continued_groups(plan, narrow, before, wide, method.mup_rates):
-        continued.update({id(parameter): group for parameter in group["params"]})
-    for group in after.param_groups:
-        group.update({**continued[id(group["params"][0])], "params": group["params"]})
-
-
-def continue_schedules(
-    states: list[dict[str, Any]],
+def grow_optimizers(
     plan: Plan,
     narrow: nn.Module,
     narrow_opts: list[Optimizer],
     wide: nn.Module,
-    wide_opts: list[Optimizer],
     method: GrowthMethod,
-) -> None:
-    """Rescales the states of schedules, as a swap inside a run does. Raises a UserError if one cannot continue."""
-    for number, state in enumerate(states if narrow_opts else []):
+    schedules: list[dict[str, Any]],
+) -> list[Optimizer]:
+    """The optimizers of the wide network, without state; their hyperparameters continue those of the narrow ones.
+
+    Rescales the states of schedules, as a swap inside a run does. Raises a UserError if one cannot continue.
+    """
+    continuations = [Continuation(plan, narrow, before, wide, method.mup_rates) for before in narrow_opts]
+    wide_opts = [fresh_optimizer(plan, narrow, before, wide) for before in narrow_opts]
+    for continuation, after in zip(continuations, wide_opts, strict=True):
+        continuation.check(after)
+        continued = {id(parameter): group for group in continuation.groups() for parameter in group["params"]}
+        for group in after.param_groups:
+            group.update({**continued[id(group["params"][0])], "params": group["params"]})
+    for number, state in enumerate(schedules if narrow_opts else []):
         index = _optimizer_of(state, number, narrow_opts)
-        before, after = narrow_opts[index], wide_opts[index]
-        source_of = sources_of(plan, narrow, before, wide, method.mup_rates)
-        sources = [source_of[id(group["params"][0])] for group in after.param_groups]
+        source_of, groups = continuations[index].sources(), wide_opts[index].param_groups
+        sources = [source_of[id(group["params"][0])] for group in groups]
         try:
             factors, remedy = [source.factor for source in sources], "--no-optimizer leaves it out"
             refuse_one_rate_for_all(state, factors, "a schedule of the checkpoint", remedy)
-            rescale_schedule_state(state, after.param_groups, sources)
+            rescale_schedule_state(state, groups, sources)
         except UserError:
             raise
         except MAKING_ERRORS as error:
@@ -196,6 +193,7 @@ def continue_schedules(
                 f"lr_schedulers[{number}] of the checkpoint does not fit its optimizer ({type(error).__name__}); "
                 "--no-optimizer leaves it out"
             ) from error
+    return wide_opts
 
 
 def _optimizer_of(state: dict[str, Any], number: int, optimizers: list[Optimizer]) -> int:

@@ -8,11 +8,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.checkpoints import Leftovers
 from mupscale.commands.lab.execution import add_options, claimed, goes_on_when_repeated, open_driver, refuse_options
-from mupscale.commands.next_steps import command_line
-from mupscale.commands.process import without_collections
-from mupscale.commands.run_folder import Leftovers
+from mupscale.commands.process import ArgumentParser, command_line, without_collections
 from mupscale.errors import UserError, needs_extra
 
 if TYPE_CHECKING:
@@ -66,28 +64,28 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
     """Makes the trials that are not finished; then writes the results."""
     with without_collections():
         from mupscale.commands.lab.run import claim_when_free, without_announcements
-        from mupscale.commands.lab.sweep import Sweep
+        from mupscale.commands.lab.sweep import Sweep, refuse_other_sweep
 
     with without_announcements():
         settings = settings_of(options, rest)
-        whole = Sweep(options.out, settings)
+        refuse_other_sweep(options.out, settings)
+        whole = Sweep("", options.out, lambda: settings, settings.trials)
         leftovers = Leftovers()
         leftovers.watch(options.out)
         try:
             with open_driver(options, settings.config["trainer"]["accelerator"], options.out) as driver:
-                whole.begin()
                 for trials in whole.rounds():
                     driver.make(trials, whole.progress)
                     is_finished = driver.have_finished(trials)
         except UserError:
-            if whole.left == settings.trials:  # refused before any trial was finished: the folder stays free
+            if not whole.outcomes:  # refused before any trial was finished: the folder stays free
                 leftovers.remove()
             raise
         if not is_finished:
             print("this part is finished; the last part to end writes the results")
             return
         with claimed(options.out, claim_when_free):  # two parts may end together
-            path, drawn = whole.conclude()
+            path, drawn = whole.write_best()
         print(path.read_text(), end="")
         print(f"wrote {', '.join(str(p) for p in [path, options.out / 'trials.csv', *drawn])}")
         print(f"  train with the best values: {command_line('fit', *rest, '--config', path)}")
@@ -95,7 +93,7 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
 
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     """The settings of a command line. Raises a UserError for every mistake that can be found without a run."""
-    from mupscale.commands.configured import described
+    from mupscale.commands.cli import described
     from mupscale.commands.lab.space import Settings, for_trials, grid, parsed_axis, refuse_invalid
     from mupscale.commands.lab.sweep import checked_metric, signal_swap
 

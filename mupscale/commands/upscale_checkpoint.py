@@ -9,6 +9,8 @@ A model folder of the transformers library is widened by: upscale FOLDER --facto
 --factor 2 --help).
 """
 
+import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,32 +18,45 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from mupscale.atomic import replacing
+from mupscale.atomic import replacing, whole_folder
 from mupscale.checks.agreement import Agreement
-from mupscale.commands import saved_model
-from mupscale.commands.arguments import ArgumentParser, refuse_new_folder, refuse_output
 from mupscale.commands.configured import configured, first_batches
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
-from mupscale.commands.process import show
-from mupscale.commands.upscale_sharded import ShardedGrowth
+from mupscale.commands.process import ArgumentParser, refuse_new_folder, refuse_output, show
+from mupscale.commands.saved_model import (
+    grow_optimizers,
+    load_weights,
+    module_of,
+    saved_optimizer,
+    set_size_,
+)
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
-from mupscale.methods.noise import Noise
+from mupscale.methods.noise import Constants, Noise, add_noise_
 from mupscale.models.base import Growable, refuse_bad_width
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     Size,
     load_checkpoint,
+    optimizer_names,
     refuse_malformed_optimizers,
     restore_mixed_widths,
 )
 from mupscale.models.growth_check import check_growth, find_residual_outputs, refuse_inexact, undeclared_lists
-from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
+from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWriter, is_sharded_checkpoint
 from mupscale.text_tables import starred
+from mupscale.widening import table
+from mupscale.widening.growth import Growth, duplicate_
 from mupscale.widening.hints import Hints
-from mupscale.widening.layers import Depth, How
+from mupscale.widening.layers import Depth, How, source_of, stand_in
+from mupscale.widening.optimizers import rule_of
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.state import Continuation
+from mupscale.widening.stepping import set_records
+from mupscale.widening.write import first_non_finite, refuse_other_rescale, remember_widths
 
 
 def widen_checkpoint(arguments: list[str]) -> None:
@@ -88,7 +103,7 @@ def widen_checkpoint(arguments: list[str]) -> None:
     noise = noise_of(options, inputs)
     shards = ShardedCheckpoint(source) if is_sharded else None
     checkpoint = load_checkpoint(options.checkpoint) if shards is None else shards.rest
-    module = saved_model.module_of(checkpoint, options.model)
+    module = module_of(checkpoint, options.model)
     size = _target_size(module, options.width, options.layers)
     if options.depth is not None and options.layers is None:
         raise UserError("--depth says how a model becomes deeper: give --layers too")
@@ -189,11 +204,9 @@ def upscale_checkpoint(
     narrow, wide = _networks(module, size, checkpoint.get(key, {}))
     restore_mixed_widths(narrow, saved.get("mixed_widths", {}))
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
-    narrow_opts = [saved_model.saved_optimizer(narrow, *row) for row in rows]
+    narrow_opts = [saved_optimizer(narrow, *row) for row in rows]
     plan = method.plan(narrow, wide, hints)
-    wide_opts = [saved_model.fresh_optimizer(plan, narrow, optimizer, wide) for optimizer in narrow_opts]
-    for before, after in zip(narrow_opts, wide_opts, strict=True):
-        saved_model.continue_groups(plan, narrow, before, wide, after, method)
+    wide_opts = grow_optimizers(plan, narrow, narrow_opts, wide, method, checkpoint.get("lr_schedulers", []))
     rebuild = partial(module.network, *size)
     report = grow(
         narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, hints=plan, method=method, rebuild=rebuild
@@ -205,9 +218,7 @@ def upscale_checkpoint(
         grow(average, wide_average, noise=kept, seed=seed, hints=report.plan, method=method, rebuild=rebuild)
         checkpoint["state_dict"] = _stored(checkpoint["state_dict"], wide_average)
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in wide_opts]
-    saved_model.set_size_(checkpoint, size, wide, wide_opts)
-    schedules = checkpoint.get("lr_schedulers", [])
-    saved_model.continue_schedules(schedules, plan, narrow, narrow_opts, wide, wide_opts, method)
+    set_size_(checkpoint, size, wide, wide_opts)
     return report
 
 
@@ -220,7 +231,7 @@ def _networks(module: Growable, size: Size, weights: dict[str, Tensor]) -> tuple
             "Widen the checkpoint before it was quantised"
         )
     narrow = module.network(module.width).to(dtypes[0])  # not on meta: no checkpoint holds all buffers
-    saved_model.load_weights(module, narrow, weights)
+    load_weights(module, narrow, weights)
     return narrow, module.network(*size, meta=True).to(dtypes[0])
 
 
@@ -230,3 +241,175 @@ def _stored(weights: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
     others = {name: value for name, value in weights.items() if not name.startswith("net.")}
     own = {f"net.{name}": value for name, value in net.state_dict().items()}
     return others | {name: value.to(dtypes[starred(name)]) for name, value in own.items()}
+
+
+# --- a sharded checkpoint, tensor by tensor, without ever holding the model
+
+
+class ShardedGrowth:
+    """The growth of a sharded checkpoint: what is known of it before anything is written. `module` is that of it."""
+
+    def __init__(
+        self,
+        checkpoint: ShardedCheckpoint,
+        module: Growable,
+        size: Size,
+        hints: Hints | None,
+        method: GrowthMethod,
+        noise: Noise | None,
+        seed: int,
+        *,
+        optimizer: bool,
+    ) -> None:
+        _refuse_method(method, optimizer)
+        self.checkpoint, self.method, self.size, self.seed = checkpoint, method, size, seed
+        self.narrow, self.wide = _networks_of_shards(checkpoint, module, size)
+        self.plan: Plan = method.plan(self.narrow, self.wide, hints)
+        self.twin = stand_in(self.narrow, self.wide, self.plan.layers)
+        refuse_other_rescale(self.plan, self.twin, self.wide)
+        method.check(self.plan)
+        self.noise = method.choose_noise(noise, self.plan, self.twin)
+        self.entries: dict[str, dict[str, Growth]] = {}
+        """By the name in the checkpoint: what is made of it, by the names in the wide one."""
+        for entry in (*self.plan.parameters.values(), *self.plan.buffers.values()):
+            for name in entry.names:
+                source = source_of(self.plan.layers, name)
+                self.entries.setdefault(f"net.{source}", {})[f"net.{name}"] = entry
+        self.constants: Constants = dict.fromkeys(self.plan.parameters, 0.0)
+        self.narrow_opts = self._saved_optimizers() if optimizer else []
+        schedules = checkpoint.rest.get("lr_schedulers", [])
+        self.wide_opts = grow_optimizers(self.plan, self.narrow, self.narrow_opts, self.wide, method, schedules)
+
+    @torch.no_grad()
+    def write(self, out: Path) -> UpscaleReport:
+        """Writes the wide folder, which is there whole at the end, or not at all."""
+        start = time.perf_counter()
+        remember_widths(
+            self.plan, self.twin, self.wide, self.method.scale, entrywise=self.method.hyperparameters == "table"
+        )
+        with whole_folder(out) as folder, ShardWriter(folder, self.checkpoint.shards) as writer:
+            for path in self.checkpoint.paths(WEIGHTS):
+                self._write_weight(path, writer)
+            for number, optimizer in enumerate(self.wide_opts):
+                before = Continuation(self.plan, self.narrow, self.narrow_opts[number], self.wide)
+                set_records(self.wide, optimizer, before.births())
+                for path in self.checkpoint.paths(f"optimizer_{number}", "state"):
+                    self._write_state(path, self.narrow_opts[number], writer)
+                self._write_groups(number, optimizer, writer)
+            rest = dict(self.checkpoint.rest)  # with schedules that are rescaled already
+            set_size_(rest, self.size, self.wide, self.wide_opts)
+            writer.finish(rest)
+        centred = self.noise is not None and self.noise.centred
+        seconds = time.perf_counter() - start
+        return UpscaleReport(
+            self.plan, None, self.constants, tuple(self.plan.notes), seconds, self.wide, self.method, centred
+        )
+
+    def _saved_optimizers(self) -> list[Optimizer]:
+        """The optimizers of the checkpoint on the meta device: their groups, and the shapes of their state."""
+        saved, checkpoint = self.checkpoint.rest[CHECKPOINT_KEY], self.checkpoint
+        found = list(checkpoint.optimizers(checkpoint.read_small))
+        if [Counter(names) for names, _ in found] != [Counter(names) for names in saved.get("optimizer_names", [])]:
+            raise UserError(f"{checkpoint.folder} is damaged: its optimizers have other parameters than it names")
+        refuse_malformed_optimizers({CHECKPOINT_KEY: saved, "optimizer_states": [state for _, state in found]})
+        rows = zip(found, saved["optimizer_classes"], strict=True)
+        return [saved_optimizer(self.narrow, state, names, kind) for (names, state), kind in rows]
+
+    def _write_weight(self, path: Keys, writer: ShardWriter) -> None:
+        name, source = str(path[1]), self.checkpoint.read(path)
+        if name not in self.entries:
+            writer.add(path, source)
+            return
+        for target, entry in self.entries[name].items():
+            is_parameter = entry.name in self.plan.parameters
+            bad = first_non_finite([(name, source)], infinite_allowed=not is_parameter and not entry.grows)
+            if bad is not None:
+                raise UserError(f"{name!r} has NaN or infinite entries; use an earlier checkpoint")
+            wide = self._widened(target, source, entry) if is_parameter else _duplicated(source, entry)
+            writer.add((path[0], target), wide)
+
+    def _widened(self, name: str, source: Tensor, entry: Growth) -> Tensor:
+        weight = torch.empty(entry.wide_shape, dtype=source.dtype)
+        if entry.fill is not None:
+            return weight.fill_(entry.fill)
+        self.method.widen_(weight, source, entry)
+        if self.noise is not None and self.noise.applies(entry):
+            self.constants[entry.name] = add_noise_(weight, entry, self.noise, source, self.seed)
+            if not bool(torch.isfinite(weight).all()):
+                raise UserError(f"noise: on {name!r} it is too large for {weight.dtype}. Give a lower level")
+        return weight
+
+    def _write_state(self, path: Keys, optimizer: Optimizer, writer: ShardWriter) -> None:
+        """State of a parameter's shape, duplicated and scaled; counters as they are."""
+        section, part, name, key = path
+        value, rule = self.checkpoint.read(path), rule_of(optimizer)
+        if name not in self.entries:
+            raise UserError(f"{self.checkpoint.folder} is damaged: its optimizer has a parameter {name!r}")
+        if first_non_finite([(str(key), value)] if isinstance(value, Tensor) else []) is not None:
+            raise UserError(
+                f"optimizer state {key!r} of {name!r} has NaN or infinite entries; use an earlier checkpoint, or "
+                "leave the state out: --no-optimizer"
+            )
+        for target, entry in self.entries[str(name)].items():
+            place = section, part, target, key
+            begins = entry.inserted == "identity"  # a new layer has no history
+            if not isinstance(value, Tensor) or key not in rule.state:
+                writer.add(place, value * 0 if begins else value)
+                continue
+            scale = 0.0 if begins else table.state(self.method.scale(entry), rule.state.get(str(key), 0))
+            writer.add(place, _duplicated(value, entry, scale))
+
+    def _write_groups(self, number: int, optimizer: Optimizer, writer: ShardWriter) -> None:
+        names = iter(optimizer_names(self.wide, optimizer, "net."))
+        for index, group in enumerate(optimizer.state_dict()["param_groups"]):
+            for key, value in group.items():
+                kept = [next(names) for _ in value] if key == "params" else value
+                writer.add((f"optimizer_{number}", "param_groups", index, key), kept)
+
+
+def _refuse_method(method: GrowthMethod, optimizer: bool) -> None:
+    name = type(method).__name__
+    if type(method).edit_ is not GrowthMethod.edit_:
+        raise UserError(
+            f"{name} changes weights across layers, and a sharded checkpoint is widened tensor by tensor. Use another "
+            "method, or grow inside the run"
+        )
+    if optimizer and (method.state != "carry" or not method.state_to_copies):
+        raise UserError(
+            f"{name} does not carry the optimizer state over, which a sharded checkpoint must hold. Use another "
+            "method, grow inside the run, or leave the state out: --no-optimizer"
+        )
+
+
+def _networks_of_shards(checkpoint: ShardedCheckpoint, module: Growable, size: Size) -> tuple[nn.Module, nn.Module]:
+    """The narrow and the wide network on the meta device. Raises a UserError if the weights are of another model."""
+    if "current_model_state" in checkpoint.rest:
+        raise UserError(
+            f"{checkpoint.folder} has the weights of an EMA run, which are widened in a file only; save it as one: "
+            "save_distributed_checkpoint: false"
+        )
+    narrow, wide = (module.network(*each, meta=True) for each in (module.size, size))
+    kinds = {str(path[1]): checkpoint.kind(path) for path in checkpoint.paths(WEIGHTS)}
+    found = {name: tuple(kind.size) for name, kind in kinds.items() if kind is not None}
+    wanted = {f"net.{name}": tuple(tensor.shape) for name, tensor in narrow.state_dict().items()}
+    for name in [*wanted, *found]:
+        if name.startswith("net.") and found.get(name) != wanted.get(name):
+            raise UserError(
+                f"{checkpoint.folder} is of another model than its arguments make, a {type(module).__name__} of "
+                f"{module.size}: {name} is {_shown(found.get(name))} in its shards and {_shown(wanted.get(name))} in "
+                "the model"
+            )
+    restore_mixed_widths(narrow, checkpoint.rest[CHECKPOINT_KEY].get("mixed_widths", {}))
+    return narrow, wide
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(shape)
+
+
+def _duplicated(source: Tensor, entry: Growth, scale: float = 1.0) -> Tensor:
+    if not entry.wide_shape:
+        return source * scale if scale != 1.0 else source
+    target = torch.empty(entry.wide_shape, dtype=source.dtype)
+    duplicate_(target, source, entry.layouts, scale=scale)
+    return target

@@ -11,9 +11,8 @@ weight decay for each parameter; mupscale.hf.parameter_groups makes parameter gr
 import json
 from pathlib import Path
 
-from mupscale.commands.arguments import ArgumentParser, refuse_folder
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
-from mupscale.commands.process import progress_bar, show
+from mupscale.commands.process import ArgumentParser, progress_bar, refuse_folder, show
 from mupscale.errors import UserError, needs_extra
 
 

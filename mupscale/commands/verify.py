@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from mupscale.base_shapes import apply_mup
 from mupscale.checks.verify import check_claim, verify
-from mupscale.commands.configured import configured, first_batches, growths, moved_optimizers, refuse_own_rates
+from mupscale.commands.configured import configured, first_batches, growths, optimizers_of_copies, refuse_own_rates
 from mupscale.commands.process import columns, paint, progress_bar
 from mupscale.methods import Duplication
 from mupscale.models.base import has_own_optimizers
@@ -41,7 +41,7 @@ def main(command: str, arguments: list[str]) -> int:
         optimizer: Callable[[list[nn.Parameter]], Any] = configured_optimizer
         if has_own_optimizers(module):
             refuse_own_rates(module, narrow, wide, plan, method)
-            own = moved_optimizers(module, narrow, several=isinstance(method, Duplication))
+            own = optimizers_of_copies(module, narrow, several=isinstance(method, Duplication))
             if own is None:
                 print(f"{type(module).__name__}.configure_optimizers {NOT_CHECKED}", flush=True)
             else:

@@ -2,13 +2,20 @@
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from mupscale.errors import UserError
 
 Size = int | list[int] | dict[str, Any]
 """A width, or a mapping: the width and the layers; after a growth also the `depth`, how layers are added."""
+
+
+Fixed = Literal["wide", "middle", "narrow"]
+FIXED: tuple[Fixed, ...] = ("wide", "middle", "narrow")
+"""The widths that runs of protocol midrun have that do not grow."""
+
+BUDGETS = {"flops": "equal FLOPs", "seconds": "equal seconds"}
+"""What runs of protocol midrun can have in common, and its words."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,8 @@ def is_width(value: Any) -> bool:
 def is_size(value: Any) -> bool:
     if not isinstance(value, dict):
         return is_width(value)
-    needed, known = {"width", "layers"}, {"width", "layers", "depth"}
-    return needed <= value.keys() <= known and is_width(value["width"]) and is_width(value["layers"])
+    is_known = {"width", "layers"} <= value.keys() <= {"width", "layers", "depth"}
+    return is_known and is_width(value["width"]) and is_width(value["layers"])
 
 
 def model_size(size: Size) -> dict[str, Any]:
@@ -68,8 +75,9 @@ def model_size(size: Size) -> dict[str, Any]:
 
 
 def numbers_in(size: Size) -> list[int]:
-    sizes = [size["width"], size["layers"]] if isinstance(size, dict) else [size]
-    return [number for each in sizes for number in (each if isinstance(each, list) else [each])]
+    if isinstance(size, dict):
+        return numbers_in([size["width"], size["layers"]])
+    return [number for each in size for number in numbers_in(each)] if isinstance(size, list) else [size]
 
 
 def _text(size: Size) -> str:
@@ -87,25 +95,21 @@ def folder_name(width: Size) -> str:
     return "x".join(map(str, width)) if isinstance(width, list) else str(width)
 
 
-def in_proportion(width: Size, large: Size, small: Size) -> Size | None:
-    """The width that is to `small` what `width` is to `large`; None if it is not whole.
+def in_proportion(width: Any, large: Any, small: Any) -> Any:
+    """The size that is to `small` what `width` is to `large`; None if it is not whole, or if they have other parts.
 
     >>> in_proportion(384, 256, 64)
     96
     """
-    if isinstance(width, dict) and isinstance(large, dict) and isinstance(small, dict):
-        parts = {key: in_proportion(width[key], large[key], small[key]) for key in ("width", "layers")}
-        return None if None in parts.values() else parts
-    if any(isinstance(each, dict) for each in (width, large, small)):
+    if all(isinstance(each, dict) for each in (width, large, small)):
+        sizes = {key: in_proportion(width[key], large[key], small[key]) for key in ("width", "layers")}
+        return None if None in sizes.values() else sizes
+    if all(isinstance(each, list) and len(each) == len(width) for each in (width, large, small)):
+        widths = [in_proportion(*each) for each in zip(width, large, small, strict=True)]
+        return None if None in widths else widths
+    if not all(isinstance(each, int) for each in (width, large, small)):
         return None
-    lists: list[Any] = [each if isinstance(each, list) else [each] for each in (width, large, small)]
-    if len({len(each) for each in lists}) > 1:
-        return None
-    ratios = [Fraction(a * c, b) for a, b, c in zip(*lists, strict=True)]
-    if any(ratio.denominator != 1 for ratio in ratios):
-        return None
-    whole = [int(ratio) for ratio in ratios]
-    return whole if isinstance(width, list) else whole[0]
+    return width * small // large if width * small % large == 0 else None
 
 
 def width_number(width: Size) -> float:

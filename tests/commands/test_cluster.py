@@ -21,7 +21,6 @@ from mupscale.commands.lab import on_ray
 from mupscale.commands.lab.driver import Ending, Job
 from mupscale.commands.lab.on_ray import Cluster, Resources, Site, code, needs_of, refuse_node
 from mupscale.commands.lab.run import Run, Trial
-from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.errors import UserError
 
 HOLD = {"class_path": "extensions.Hold"}
@@ -86,11 +85,6 @@ def test_options_and_addresses(options: list[str], parts: list[str]) -> None:
     assert not Path("r").exists()
 
 
-@pytest.mark.usefixtures("in_an_empty_folder")
-def test_a_cluster_and_workers_of_this_machine() -> None:
-    assert "--workers" in refused("experiment", "e.yaml", "--ray", "auto", "--workers", "2")
-
-
 def options_of(**given: float) -> argparse.Namespace:
     return argparse.Namespace(**{"gpus_per_run": None, "cpus_per_run": None, **given})
 
@@ -153,7 +147,6 @@ def test_what_a_task_ends_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert (gone.death, gone.is_own_fault, gone.results) == ("its node died", False, {})
     with pytest.raises(UserError, match=r"^lr must be positive$"):
         end(RayTaskError("f", "Traceback …", UserError("lr must be positive")).as_instanceof_cause())
-    assert end(RayTaskError("f", "Traceback …", Apart("an LSTM")).as_instanceof_cause()).apart == "an LSTM"
     text = 'Traceback (most recent call last):\n  File "f.py", line 1, in f\nZeroDivisionError: by zero'
     with pytest.raises(UserError, match=r"^sweep_1, lr=1 failed with the error above, and the other runs were stopped"):
         end(RayTaskError("f", text, ZeroDivisionError()).as_instanceof_cause())

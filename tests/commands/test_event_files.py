@@ -13,8 +13,8 @@ def logged(folder: Path, losses: dict[int, float], name: str) -> Path:
     """An event file with losses by step, and 3e6 FLOPs a step."""
     events = Events(folder, name)
     for step, loss in losses.items():
-        events.add("train/loss", step - 1, loss)
-        events.add(FLOPS, 3 * step, loss)
+        events.add(step - 1, {"train/loss": loss})
+        events.add(3 * step, {FLOPS: loss})
     return events.close()
 
 

@@ -24,12 +24,12 @@ from tiers import slow_except
 from mupscale.__main__ import main
 from mupscale.commands import figures
 from mupscale.commands.lab import workers as lab_workers
-from mupscale.commands.lab.driver import Driver, Job
+from mupscale.commands.lab.driver import Driver, Ending, Job
 from mupscale.commands.lab.file import Description, Growth, check, growths_of, read
-from mupscale.commands.lab.parts import SweepPart
 from mupscale.commands.lab.protocols import Experiment
 from mupscale.commands.lab.run import Run, Trial, result_of
-from mupscale.commands.lab.stacked_fit import Apart
+from mupscale.commands.lab.stack_loop import Apart
+from mupscale.commands.lab.sweep import Sweep
 from mupscale.commands.lab.transfer import Panel, WidthCurve, draw
 from mupscale.commands.process import Terminated
 from mupscale.errors import UserError
@@ -37,7 +37,6 @@ from mupscale.errors import UserError
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 ADDITIVE = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
-SIGNAL = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}
 
 
 def upscale(trainer: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
@@ -172,22 +171,6 @@ def is_stacked(output: str) -> bool:
     """Whether the second seed of the base begins before the first one ends."""
     base = [line for line in output.splitlines() if line.startswith("base, ")]
     return all(line.endswith(": begins") for line in base[:2])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_trained_only")
-def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
-    content = upscale(noise=SIGNAL, seeds=[3], sweep_1=None, sweep_2={"UpscaleCallback.noise.t": [0.2]})
-    main(["experiment", file(content), "--out", "o"])
-    recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": "o/sweep_2/noise.json", "centred": None}}
-    assert swap_of(Path("o/upscale/seed=3"))["noise"] == recorded
-    assert [swap_of(run)["noise"]["class_path"] for run in Path("o/sweep_2/trials").iterdir()] == [SIGNAL["class_path"]]
-    assert lr_of(Path("o/upscale/seed=3")) == 0.01  # without sweep 1 the configuration's
-    model = config_of(next(Path("o/sweep_2/trials").iterdir()))["model"]["init_args"]
-    assert model["init_from"] == "o/small_base/seed=3/checkpoints/last.ckpt"
-    sweeps = json.loads(Path("o/experiment.json").read_text())["sweeps"]
-    assert sweeps == {"small_base": "small_base", "sweep_2": "sweep_2"}
-    assert config_of(Path("o/small_base/seed=3"))["model"]["init_args"]["width"] == 8
 
 
 @pytest.mark.slow
@@ -385,41 +368,41 @@ def test_an_interrupted_command_stops_its_workers(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def answers(kind: str, content: Any) -> Any:
+def answers(content: Any) -> Any:
     """What a worker that answers so ends with."""
     worker = object.__new__(lab_workers.Worker)
     worker.connection, theirs = lab_workers.Pipe()
     worker.job = job("base, seed 0")
-    theirs.send((kind, content))
+    theirs.send(content)
     return worker.answer()
 
 
 def test_what_a_worker_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert answers("results", {Path("a"): (1.0, 2.0)}).results == {Path("a"): (1.0, 2.0)}
-    assert answers("apart", "an LSTM").apart == "an LSTM"
+    ending = Ending(job("a"), {Path("a"): (1.0, 2.0)})
+    assert answers(ending) == ending
     with pytest.raises(UserError, match=r"^lr must be positive$"):
-        answers("error", "lr must be positive")
+        answers("lr must be positive")
     with pytest.raises(UserError, match=r"^base, seed 0 failed with the error above, and the other runs were stopped"):
-        answers("error", None)
+        answers(None)
 
-    def fail(error: Exception) -> tuple[str, Any]:
-        def carry_out(self: Job) -> None:
+    def fail(error: Exception) -> Any:
+        def make_apart(trials: list[Trial]) -> None:
             raise error
 
-        monkeypatch.setattr(Job, "carry_out", carry_out)
+        monkeypatch.setattr("mupscale.commands.lab.driver.make_apart", make_apart)
         return lab_workers.carry_out(job("a"))
 
-    assert fail(Apart("an LSTM")) == ("apart", "an LSTM")
-    assert fail(UserError("lr must be positive")) == ("error", "lr must be positive")
+    assert fail(Apart("an LSTM")).apart == "an LSTM"
+    assert fail(UserError("lr must be positive")) == "lr must be positive"
     assert capsys.readouterr().err == ""
-    assert fail(ZeroDivisionError("by zero")) == ("error", None)
+    assert fail(ZeroDivisionError("by zero")) is None
     assert "ZeroDivisionError: by zero" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_workers_end_with_their_driver_and_the_next_one_goes_on(tmp_path: Path, start_server: Any) -> None:
     """A killed driver, and a killed worker: the results of an uninterrupted run, and no finished run made again."""
-    config = small(tmp_path / "c.yaml", max_steps=1500, val_check_interval=1500, check_val_every_n_epoch=None)
+    config = small(tmp_path / "c.yaml", max_steps=800, val_check_interval=800, check_val_every_n_epoch=None)
     # one run: each worker takes many seconds to start
     arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--metric", "last_100%", "--stack", "off"]
     arguments += ["--checkpoint.every_n_train_steps=100", "--workers", "2", "--out", "s"]
@@ -450,7 +433,7 @@ def test_workers_end_with_their_driver_and_the_next_one_goes_on(tmp_path: Path, 
 
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs/experiments").glob("*.yaml"))
-OFTEN = ("methods_quickstart", "midrun_quickstart", "transfer_mlp_sgd")
+OFTEN = ("quickstart", "midrun_quickstart", "transfer_mlp_sgd")
 """One of each protocol; with `--all`, all of them are checked, and run with `--quick`."""
 
 
@@ -532,7 +515,7 @@ def test_damaged_files_are_named_and_written_again() -> None:
     whole = Experiment(Path("o"), read(Path(file(upscale())), []))
     whole.begin(["command"])
     sweep, base = whole.parts[:2]
-    assert isinstance(sweep, SweepPart)
+    assert isinstance(sweep, Sweep)
     for trial, value in zip(sweep.trials(), ("0.2", "0.1"), strict=True):
         trial.runs[0].folder.mkdir(parents=True)
         (trial.runs[0].folder / "result.json").write_text(json.dumps({"value": value, "seconds": 1.0}))

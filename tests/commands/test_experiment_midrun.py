@@ -1,30 +1,27 @@
 """The protocol midrun: lengths that cost the same, schedules that stretch, the whole experiment, and its verdict."""
 
 import csv
-import json
 import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from command_line import LR, NOISE, config_of, refused, small, swap_of
-from synthetic_runs import mlp_flops, write_run
+from synthetic_runs import mlp_flops
 
 from mupscale.__main__ import main
 from mupscale.commands.lab.costs import Costs, StepClock, batches_of, budget_steps, measured, read_costs
 from mupscale.commands.lab.file import MidrunKeys, midrun_keys, read, stretched
-from mupscale.commands.lab.parts import RunPart
-from mupscale.commands.lab.protocols import Experiment
+from mupscale.commands.lab.protocols import Experiment, RunPart
 from mupscale.commands.lab.run import result_of
-from mupscale.commands.reporting.draw import curve_of, ends_of, lines_of
-from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
-from mupscale.commands.reporting.midrun import Arm, Comparison, Midrun, MidrunRun
-from mupscale.commands.reporting.runs import LoggedRun, RunSize
+from mupscale.commands.reporting.compare import rank
+from mupscale.commands.reporting.folders import ExperimentFolder
+from mupscale.commands.reporting.midrun import Midrun, lines_of
+from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.widths import Growth
 from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
@@ -127,6 +124,11 @@ def test_the_budget_is_the_length_of_the_configuration(trainer: dict[str, Any], 
 def test_schedules_stretch_to_the_steps_of_a_run() -> None:
     assert stretched({"a": ["100%", {"b": "2.5%"}, "5 %", 7]}, 400) == {"a": [400, {"b": 10}, "5 %", 7]}
     assert stretched({"warm_up": "0.1%"}, 20) == {"warm_up": 1}
+    late = "20% of the budget"
+    assert stretched(late, 400) == 0.2
+    # 300 steps for a quarter of the budget, 100 for the rest
+    assert stretched(late, 400, (300, 0.25)) == pytest.approx(0.2 / 0.75 * 100 / 400)
+    assert stretched("85% of the budget", 400, (300, 0.25)) == pytest.approx((100 + 0.1 / 0.25 * 300) / 400)
     assert keys_of(schedules={"constant": None}).schedules == {"constant": {}}
     two = keys_of(shares=[0.75, 0.1, 0.3], tuned_at=[0.25, 0.75])
     assert [two.nearest_tuned(share) for share in two.shares] == [0.25, 0.25, 0.75]
@@ -251,9 +253,9 @@ def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("file", "protocols"):  # the test of all shipped files has it, and it takes seconds
         monkeypatch.setattr(f"mupscale.commands.lab.{module}.check", lambda description: None)
-    main(["experiment", file(midrun()), "--out", "o"])
+    main(["experiment", file(midrun(sweep_1={LR: [0.02]}, timing_steps=10)), "--out", "o"])
     output = capfd.readouterr().out
-    assert output.count(": begins\n") == 20
+    assert output.count(": begins\n") == 17
     measured = read_costs(Path("o/costs.json"))
     assert (measured.steps, measured.steps_per_epoch, measured.batches_per_step) == (20, 6, 1)
     for width in (8, 12, 16, 24, 32):  # data need no gradient: two operations less per weight of the first layer
@@ -306,13 +308,12 @@ def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     for budget in ("flops", "seconds"):
         for figure in ("training", "validation", "curves"):
             assert Path(f"o/report/midrun_cosine_{budget}_{figure}.pdf").exists()
-    comparison = Midrun(ExperimentFolder(Path("o"), json.loads(Path("o/experiment.json").read_text()))).comparisons[0]
+    comparison = Midrun(ExperimentFolder(Path("o"))).comparisons[0]
     lines = lines_of(comparison)
     spent = {band.label: (round(band.x[0]), round(band.x[-1])) for band in lines}
-    best = comparison.best(comparison.growths, "validation")
-    assert best is not None
+    best = rank(comparison.losses("validation", grown=True))[0]
     # curves begin at the first of 20, 31 and 57 steps; and at the first of 10 after the growth
-    assert spent == {"width 32": (5, 100), "width 24": (3, 100), "width 16": (2, 100), str(best): (55, 100)}
+    assert spent == {"width 32": (5, 100), "width 24": (3, 100), "width 16": (2, 100), best: (55, 100)}
 
     # until they grow, both are one run
     at_step, steps = measured.steps_of_growth("flops", Growth(16, 32), 0.5)
@@ -332,132 +333,3 @@ def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     assert list(LoggedRun(follower).log.loss) == list(range(1, steps + 1))
     assert result_of(follower)[0] == before
     assert {path: path.stat().st_mtime_ns for path in kept} == kept  # nothing is measured a second time
-
-
-# --- the verdict
-
-
-def made_up(arm: Arm, *losses: float, validation: float | None = None) -> list[MidrunRun]:
-    """Runs of an arm, a seed for each loss; validation losses are one more."""
-    answer = []
-    for seed, loss in enumerate(losses):
-        row = {"seed": seed, "training_loss": loss, "validation_loss": loss + 1 if validation is None else validation}
-        answer.append(MidrunRun("constant", ["flops"], arm, row))
-    return answer
-
-
-WIDE, NARROW = Arm(512, fixed="wide"), Arm(256, fixed="narrow")
-GROWN, OTHER = Arm(512, noise="paper", share=0.5), Arm(512, noise="centred", share=0.25)
-
-
-def compared(*runs: list[MidrunRun]) -> Comparison:
-    return Comparison("constant", "flops", [run for each in runs for run in each])
-
-
-def test_growing_wins_loses_or_neither() -> None:
-    head = "At equal FLOPs, schedule constant: by validation loss growing"
-    wins = compared(made_up(WIDE, 3.60, 3.61), made_up(NARROW, 3.70, 3.71), made_up(GROWN, 3.50, 3.51)).verdict()
-    assert wins[0] == f"{head} wins, by training loss growing wins."
-    assert wins[1] == (
-        "Validation loss: the best growth, grown at 50 % (paper), ends at 4.505 (4.500–4.510), the best fixed width, "
-        "width 512, at 4.605 (4.600–4.610): growing is lower by 0.1 (97.5 % interval 0.1 to 0.1, 2 seeds; lower by 0.1 "
-        "with each seed left out of the choice)."
-    )
-    loses = compared(made_up(WIDE, 3.60, 3.61), made_up(NARROW, 3.40, 3.41), made_up(GROWN, 3.50, 3.51)).verdict()
-    assert loses[0].startswith(f"{head} loses")
-    assert "higher by 0.1" in loses[1]
-    assert loses[1].endswith("; than width 512 from scratch it is lower by 0.1 (95 % interval 0.1 to 0.1, 2 seeds).")
-    close = compared(made_up(WIDE, 3.50, 3.53), made_up(GROWN, 3.48, 3.52)).verdict()
-    assert close[0].startswith(f"{head} and the best fixed width cannot be told apart")
-    one = compared(made_up(WIDE, 3.6), made_up(GROWN, 3.5)).verdict()
-    assert one[0].startswith(f"{head} ends lower, but one seed proves nothing")
-
-
-def test_the_best_growth_is_compared_and_a_diverged_one_is_not() -> None:
-    comparison = compared(made_up(WIDE, 3.6, 3.6), made_up(GROWN, 1.0, math.inf), made_up(OTHER, 3.5, 3.5))
-    margin = comparison.margin("training")
-    assert margin is not None
-    assert margin[:2] == (OTHER, WIDE)
-    for runs in (
-        [made_up(WIDE, math.inf), made_up(GROWN, 1.0)],
-        [made_up(WIDE, 1.0), made_up(GROWN, math.inf)],
-        [made_up(WIDE, 1.0)],
-        [made_up(WIDE, 1.0), made_up(GROWN, 1.0), made_up(OTHER, math.nan)],
-    ):
-        (sentence,) = compared(*runs).verdict()
-        assert sentence.endswith("there is nothing to compare: losses are missing, or runs diverged.")
-    without = compared(made_up(WIDE, 3.6, validation=math.nan), made_up(GROWN, 3.5)).verdict()
-    assert "validation" not in without[0]
-    assert list(comparison.arms) == [WIDE, OTHER, GROWN]
-
-
-def test_the_best_value_at_the_edge_of_its_grid_is_named() -> None:
-    Path("s").mkdir()
-    axes = [{"key": LR, "values": [0.1, 0.2, 0.4]}, {"key": NOISE, "values": [1.0, 2.0]}]
-    Path("s/sweep.json").write_text(json.dumps({"sweep": axes}))
-    head = f"trial,{LR},{NOISE},last_2%\n"
-    Path("s/trials.csv").write_text(f"{head}0,0.1,1.0,diverged\n1,0.2,1.0,3.0\n2,0.4,2.0,2.0\n")
-    sweep = SweepFolder("a/sweep_1/wide", Path("s"))
-    assert sweep.edges("last_2%") == [LR]
-    Path("s/trials.csv").write_text(f"{head}1,0.2,1.0,1.0\n2,0.4,2.0,2.0\n")
-    assert sweep.edges("last_2%") == []
-    Path("s/trials.csv").write_text(f"{head}0,0.1,1.0,diverged\n1,0.2,1.0,1.0\n2,0.1,2.0,2.0\n")
-    assert sweep.edges("last_2%") == [LR]  # beside one that diverged with the same noise
-    Path("s/trials.csv").write_text(head)
-    assert sweep.edges("last_2%") == []
-
-
-def folder(**changes: Any) -> ExperimentFolder:
-    content = {
-        "steps": 20, "steps_per_epoch": 6, "flops": {"16": 1.0}, "seconds": {}, "start_seconds": {}, "device": "cpu",
-    }  # fmt: skip
-    Path("o/run").mkdir(parents=True, exist_ok=True)
-    Path("o/costs.json").write_text(json.dumps(content | changes.pop("costs", {})))
-    Path("o/run/result.json").write_text('{"value": "1.0"}')
-    run = {"schedule": "a", "budgets": ["flops"], "seed": 0, "folder": "run", **changes}
-    return ExperimentFolder(Path("o"), {"protocol": "midrun", "runs": [run]})
-
-
-@pytest.mark.parametrize(("metric", "training"), [("last_10%", 1.0), ("val/loss", math.nan)])
-def test_a_recorded_metric_that_is_no_training_loss_is_not_called_one(metric: str, training: float) -> None:
-    experiment = folder(fixed="wide")
-    experiment.description["experiment"] = {"metric": metric}
-    values = {"trainer.max_steps": 20, "trainer.max_epochs": None}
-    write_run(Path("o/run"), lambda step: 2.0, values=values, validation={"val/loss": lambda step: 1.5}, result=1.0)
-    (run,) = Midrun(experiment).runs
-    assert run.loss("training") == pytest.approx(training, nan_ok=True)
-    assert run.loss("validation") == 1.5
-    Path("o/run/result.json").write_text('{"value": "inf"}')
-    (diverged,) = Midrun(experiment).runs
-    assert (diverged.loss("training"), diverged.loss("validation")) == (math.inf, math.inf)
-
-
-def test_a_curve_that_begins_at_the_growth_has_no_loss_from_before_it() -> None:
-    """The wide width, 30 times dearer, has a tenth of the steps: a window of 2 % of all steps is 15 % of the budget."""
-    steps = np.arange(1.0, 1001)
-    sizes = {"start_size": RunSize(8, None), "end_size": RunSize(64, None)}
-    logged = SimpleNamespace(steps=steps, losses=np.where(steps > 900, 1.0, 3.0), interval=1, **sizes)
-    row = {"grown_at_step": 900, "steps": 1000}
-    run = MidrunRun("constant", ["flops"], GROWN, row, logged)  # type: ignore[arg-type]
-    x, y = curve_of(run, Comparison("constant", "flops", [run], {"8": 1.0, "64": 30.0}))
-    assert (x[0], x[-1]) == (pytest.approx(100 * 930 / 3900), 100)
-    assert set(y) == {1.0}
-
-
-def test_where_growths_end_is_drawn_between_the_lines_of_fixed_widths() -> None:
-    comparison = compared(made_up(WIDE, 3.6, 3.8), made_up(GROWN, 3.5), made_up(OTHER, 3.4, math.inf))
-    fixed, *grown = ends_of(comparison, "training")
-    assert (fixed.label, fixed.y, fixed.low, fixed.high) == ("fixed width 512", (3.7,) * 2, (3.6,) * 2, (3.8,) * 2)
-    assert [(band.x, band.y) for band in grown] == [((25.0,), (3.4,)), ((50.0,), (3.5,))]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"schedule": "../../evil"}, {"schedule": 3}, {"noise": "a/b"}, {"budgets": ["time"]}, {"share": "much"},
-        {"fixed": "wider"}, {"costs": {"steps": 0}}, {"costs": {"flops": {"16": "x"}}}, {"costs": {"seconds": None}},
-    ],
-)  # fmt: skip
-def test_a_folder_of_somebody_else_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="o is not a whole experiment of protocol midrun"):
-        Midrun(folder(**changes))

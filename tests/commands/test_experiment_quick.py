@@ -95,7 +95,7 @@ def test_the_tiny_version_of_a_file() -> None:
     )  # fmt: skip
     assert list(content["noises"]) == ["centred"]
     schedule = content["schedules"]["decay"]["model"]["init_args"]["lr_scheduler"]["init_args"]
-    assert schedule == {"warmup": 2, "steps": "100%", "decay": 0.2}
+    assert schedule == {"warmup": 2, "steps": "100%", "decay": "20% of the budget"}
     assert content["sweep_2"] == {"UpscaleCallback.lr": [0.0078, 0.0156], "UpscaleCallback.noise.std": [0.24]}
     assert whole.content["seeds"] == [0, 1]
     config = description_of(content, ["--trainer.log_every_n_steps=3"], quick=True).config()

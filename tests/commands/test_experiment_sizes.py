@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.configured import refuse_growths
+from mupscale.commands.cli import refuse_growths
 from mupscale.commands.lab.file import growing, of_width
 from mupscale.commands.lab.quick import divided, widths_in
 from mupscale.commands.widths import Growth, folder_name, growth_of, in_proportion, width_number

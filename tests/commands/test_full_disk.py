@@ -64,7 +64,7 @@ def test_a_checkpoint_that_does_not_fit(write: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(module, "ROOM", 2**62)  # torch's error counts only where little space is left
     line = refused("fit", "--config", small(tmp_path / "c.yaml", upscale(10, 16), enable_progress_bar=False))
     assert line.startswith(f"error: {text}")
-    assert f"the newest checkpoint is {RUN}/checkpoints/epoch=1-step=10.ckpt of step 10" in line
+    assert f"the newest checkpoint is {RUN}/checkpoints/resume/step=10.ckpt of step 10" in line
     assert line.endswith(f"make space there, then go on: python -m mupscale resume {RUN}")
     monkeypatch.setattr(SingleDeviceStrategy, "save_checkpoint", save)
     main(["resume", str(RUN)])
@@ -91,7 +91,7 @@ def test_a_checkpoint_in_the_background_that_does_not_fit(
         save_in_background(patch, 0.01)
         line = refused("fit", "--config", config)
     assert line.startswith("error: no space is left on the file system at")
-    assert f"-step={step - 5}.ckpt of step {step - 5}; make space there" in line
+    assert f"step={step - 5}.ckpt of step {step - 5}; make space there" in line
     main(["resume", str(RUN)])
     assert newest_checkpoint(RUN)[1]["global_step"] == 20
 

@@ -4,11 +4,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from command_line import LR, small, upscale
+from command_line import small, upscale
 
 from mupscale.__main__ import main
-from mupscale.commands import sweep as sweeps
-from mupscale.commands.next_steps import WITHOUT_A_LOG
+from mupscale.commands.run import WITHOUT_A_LOG
 from mupscale.models.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -63,18 +62,3 @@ def test_a_finished_run_goes_on_from_its_folder_for_more_epochs(
 def test_without_a_checkpoint_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     config = small(Path("c.yaml"), enable_progress_bar=False, fast_dev_run=True)
     assert printed(capsys, "fit", "--config", config) == {}
-
-
-@pytest.mark.slow
-def test_a_sweep_ends_with_the_command_that_uses_it(capsys: pytest.CaptureFixture[str]) -> None:
-    config = small(Path("c.yaml"), enable_progress_bar=False, max_steps=6)
-    swept = ["sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--out", "s", "--model.width=12"]
-    assert sweeps.parser().own_and_other(swept[1:])[1] == ["--config", config, "--model.width=12"]
-    commands = printed(capsys, *swept)
-    assert commands == {
-        "train with the best values": ["fit", "--config", config, "--model.width=12", "--config", "s/best.yaml"]
-    }
-    main(commands["train with the best values"])
-    saved = load_checkpoint(LAST)
-    assert saved["hyper_parameters"]["width"] == 12
-    assert saved["optimizer_states"][0]["param_groups"][0]["lr"] in (0.01, 0.02)

@@ -48,10 +48,6 @@ def test_what_a_class_does_not_declare_is_found(
     assert capsys.readouterr().out == declared
 
 
-def test_a_width_that_does_not_fit_is_refused() -> None:
-    assert "is not wider than" in refused("plan", "--config", small(Path("c.yaml"), upscale(3, 4)))
-
-
 def test_the_plan_of_a_method(capsys: pytest.CaptureFixture[str]) -> None:
     """The units of a hidden layer have numbers of copies of their own; those before the muP readout too."""
     swap = upscale(3, 16)

@@ -7,17 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import (
-    ENTRIES,
-    contents,
-    prepared,
-    refused,
-    split_documents,
-    texts,
-    write_article,
-    write_hub,
-    write_text,
-)
+from corpus import ENTRIES, contents, prepared, refused, split_documents, texts, write_article, write_hub, write_text
 from programs import run_program
 
 from mupscale.__main__ import main
@@ -27,7 +17,7 @@ from mupscale.datamodules import documents
 from mupscale.datamodules.documents import TextFiles
 from mupscale.datamodules.fineweb import JARGON
 from mupscale.datamodules.preparation import is_held_out, prepare, read_prepared
-from mupscale.datamodules.token_files import list_files, read_token_folder
+from mupscale.datamodules.token_files import TokenFolder
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +42,7 @@ def assert_trains(line: str) -> None:
     """The command that is printed at the end has a model for the data, and at least one batch."""
     words = shlex.split(line)
     assert words[:4] == ["python", "-m", "mupscale", "fit"]
-    cli = parsed([*words[4:], "--trainer.accelerator=cpu"], run=False)
+    cli = parsed([*words[4:], "--trainer.accelerator=cpu"])
     (batch,) = first_batches(cli.model, cli.datamodule, 1)
     assert batch.shape[1] == cli.model.hparams["context"] + 1
     assert int(batch.max()) < cli.model.hparams["vocabulary"]
@@ -61,16 +51,16 @@ def assert_trains(line: str) -> None:
 def test_the_tokens_are_the_text(tmp_path: Path, article: Path, capsys: pytest.CaptureFixture[str]):
     main(["prepare", "text", str(article), "--vocab", "300", "--val-fraction", "0.2", "--out", str(tmp_path / "out")])
     prepared_folder = read_prepared(tmp_path / "out")
-    read_token_folder(list_files(tmp_path / "out")).verify()
+    TokenFolder(tmp_path / "out").verify()
     splits = {split: texts(tmp_path / "out", split) for split in ("train", "val")}
     held_out = [is_held_out(document, 0.2) for document in ENTRIES[:120]]
     assert splits["val"] == [document for document, out in zip(ENTRIES, held_out, strict=False) if out]
     assert splits["train"] == [document for document, out in zip(ENTRIES, held_out, strict=False) if not out]
-    assert len(splits["val"]) == sum(held_out) == prepared_folder.content["val"]["documents"]
-    assert prepared_folder.content["trained_on"] == {
+    assert len(splits["val"]) == sum(held_out) == prepared_folder["val"]["documents"]
+    assert prepared_folder["trained_on"] == {
         "documents": len(splits["train"]), "bytes": len("".join(splits["train"]).encode()),
     }  # fmt: skip
-    assert prepared_folder.content["preparation"] == {
+    assert prepared_folder["preparation"] == {
         "source": "text",
         "files": [
             {
@@ -114,8 +104,8 @@ def test_tokens_stop_with_the_document_that_reaches_them(tmp_path: Path, article
     ends = {}
     for wanted in (8000, 8001, 20_000):
         made = prepared(article, tmp_path / str(wanted), tokens=wanted)
-        total = sum(made.count(split) for split in ("train", "val"))
-        found = {split: split_documents(made.folder, split) for split in ("train", "val")}
+        total = sum(made[split]["tokens"] for split in ("train", "val"))
+        found = {split: split_documents(tmp_path / str(wanted), split) for split in ("train", "val")}
         assert total >= wanted
         assert total - max(len(found[split][-1]) for split in found) < wanted  # without it, too few
         for split in found:
@@ -131,10 +121,10 @@ def test_a_stream_is_prepared_and_its_revision_kept(tmp_path: Path, hub: None):
     options = "--subset CC-MAIN-2013-20 --tokens 15k --vocab 300 --val-fraction 0.2"
     main(["prepare", "fineweb", *options.split(), "--out", str(out)])
     made = read_prepared(out)
-    assert made.content["preparation"]["revision"] == "0123456789abcdef"
+    assert made["preparation"]["revision"] == "0123456789abcdef"
     found = {text for split in ("train", "val") for text in texts(out, split)}
     assert found == set(ENTRIES[: len(found)])
-    assert 15_000 <= made.count("train") + made.count("val") < 20_000
+    assert 15_000 <= made["train"]["tokens"] + made["val"]["tokens"] < 20_000
 
 
 # ---- the embedded sample
@@ -146,11 +136,11 @@ def test_the_sample_is_what_the_command_makes_of_its_text(tmp_path: Path):
     made = prepare(
         TextFiles([write_text(tmp_path / "jargon.txt", ENTRIES)]), tmp_path / "out", vocabulary=4096, val_fraction=0.05
     )
-    found, shipped = contents(made.folder), contents(JARGON)
+    found, shipped = contents(tmp_path / "out"), contents(JARGON)
     assert found.keys() == shipped.keys()
     assert [name for name in found if found[name] != shipped[name]] == ["preparation.json"]  # it names the file
-    asked = read_prepared(JARGON).content["preparation"]
-    assert {**asked, "files": None} == {**made.content["preparation"], "files": None}
+    asked = read_prepared(JARGON)["preparation"]
+    assert {**asked, "files": None} == {**made["preparation"], "files": None}
 
 
 # ---- what is refused

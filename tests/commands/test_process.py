@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from command_line import small, upscale
 
-from mupscale.__main__ import COMMANDS, main
+from mupscale.__main__ import main
 from mupscale.commands import process
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.process import columns, loaded, paint, progress_bar, show, without_collections
+from mupscale.commands.process import columns, loaded, progress_bar
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -26,14 +26,6 @@ def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     return capsys
-
-
-def test_the_list_of_commands_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    main([])
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    words = " ".join(printed.split())
-    assert all(f"{name} {text}" in words for name, (_, text) in COMMANDS.items())
 
 
 def test_a_pipe_gets_all_and_no_colour(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,17 +45,6 @@ def test_a_terminal_gets_bold_headings_and_joined_layers(terminal: pytest.Captur
     assert "\x1b[1mwidth 8 → 16\x1b[0m\n\x1b[1mparameter\x1b[0m\n" in printed
     assert "layers.{1,2}.weight  ×2" in printed
     assert max(len(re.sub(r"\x1b\[\d+m", "", line)) for line in printed.splitlines()) <= 80
-
-
-@pytest.mark.parametrize("setting", [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colours_can_be_forbidden(
-    setting: tuple[str, str], terminal: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert paint("wrong", "bad") == "\x1b[31mwrong\x1b[0m"
-    monkeypatch.setenv(*setting)
-    assert paint("wrong", "bad") == "wrong"
-    show("word " * 30)
-    assert [len(line) for line in terminal.readouterr().out.splitlines()] == [79, 71]
 
 
 # --- output that fails
@@ -122,15 +103,6 @@ def test_a_log_gets_the_progress_of_long_work_only(
 
 
 # --- imports
-
-
-def test_the_collector_is_off_and_then_as_before() -> None:
-    with without_collections():
-        assert not gc.isenabled()
-        with without_collections():
-            pass
-        assert not gc.isenabled()
-    assert gc.isenabled()
 
 
 def test_an_error_switches_the_collector_on() -> None:

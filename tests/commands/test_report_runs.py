@@ -6,23 +6,16 @@ from pathlib import Path
 import pytest
 from synthetic_runs import epochs, upscale, write_run
 
-from mupscale.commands.reporting.folders import find_runs
+from mupscale.commands.reporting.folders import Found
 from mupscale.commands.reporting.groups import group_runs
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.errors import UserError
 
 
 def test_numbers_of_a_run(tmp_path: Path):
-    folder = write_run(
-        tmp_path / "run",
-        lambda step: 1 / step,
-        seed=3,
-        flops=lambda step: step * 2e6,
-        grown={40: 2000},
-        validation={"val/loss": lambda step: step / 100},
-        values={"trainer.callbacks": [upscale(at_step=40)]},
-    )
-    run = LoggedRun(folder)
+    options: dict = {"flops": lambda step: step * 2e6, "validation": {"val/loss": lambda step: step / 100}}
+    values = {"trainer.callbacks": [upscale(at_step=40)]}
+    run = LoggedRun(write_run(tmp_path / "run", lambda step: 1 / step, seed=3, values=values, **options))
     assert run.seed == 3
     assert (run.start_width, run.end_width) == (500, 2000)
     assert run.steps.tolist() == list(range(5, 201, 5))
@@ -37,26 +30,11 @@ def test_numbers_of_a_run(tmp_path: Path):
     assert run.diverged_at is None
 
 
-def test_flops_per_step_are_those_of_the_last_width(tmp_path: Path):
-    folder = write_run(
-        tmp_path,
-        lambda step: 1.0,
-        flops=lambda step: step * 1e6 if step <= 40 else 40e6 + (step - 40) * 16e6,
-        grown={40: 2000},
-        values={"trainer.callbacks": [upscale(at_step=40)]},
-    )
-    run = LoggedRun(folder)
-    assert run.flops_per_step == 16e6
-    assert run.flops_at(200) == 40e6 + 160 * 16e6
-
-
 def test_the_end_of_a_run_is_in_its_result(tmp_path: Path):
     options: dict = {"validation": {"val/loss": lambda step: step / 100}, "grown": {0: 2000}, "swap_losses": (2.0, 3.0)}
-    values = {"trainer.callbacks": [upscale()]}
-    ended = LoggedRun(
-        write_run(tmp_path / "early", lambda step: 1.0, steps=60, has_ended=True, values=values, **options)
-    )
-    going = LoggedRun(write_run(tmp_path / "going", lambda step: 1.0, steps=60, values=values, **options))
+    options |= {"steps": 60, "values": {"trainer.callbacks": [upscale()]}}
+    ended = LoggedRun(write_run(tmp_path / "early", lambda step: 1.0, has_ended=True, **options))
+    going = LoggedRun(write_run(tmp_path / "going", lambda step: 1.0, **options))
     assert (ended.planned_steps, going.planned_steps) == (60, 200)
     assert ended.last_growth == {"loss_before": 2.0, "loss_after": 3.0, "seconds": 1.0}
     assert going.last_growth == {}
@@ -83,10 +61,10 @@ def test_a_damaged_result_is_named(tmp_path: Path, content: str):
 
 def test_an_invalid_configuration(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("a: [1")
-    with pytest.raises(ValueError, match=r"config\.yaml is not the configuration of a run"):
+    with pytest.raises(UserError, match=r"config\.yaml is not YAML that can be read"):
         LoggedRun(tmp_path)
     (tmp_path / "config.yaml").write_text("a: 1")
-    with pytest.raises(ValueError, match="seed_everything"):
+    with pytest.raises(UserError, match=r"config\.yaml is not the configuration of a run: it has no 'trainer'"):
         LoggedRun(tmp_path)
 
 
@@ -97,13 +75,9 @@ def test_a_run_that_becomes_deeper_has_the_roles_of_one_that_becomes_wider(in_an
     for name, (callbacks, layers) in runs.items():
         values = {"trainer.callbacks": callbacks, "model.init_args.layers": layers}
         write_run(Path("runs") / name, epochs(0.2), values=values)
-    groups = group_runs(find_runs([Path("runs")]).runs)
-    assert {group.runs[0].folder.name: group.role for group in groups} == {
-        "grown": "upscaled",
-        "deep": "scratch",
-        "shallow": "base",
-        "middle": "other",
-    }
+    groups = group_runs(Found([Path("runs")]).runs)
+    roles = {"grown": "upscaled", "deep": "scratch", "shallow": "base", "middle": "other"}
+    assert {group.runs[0].folder.name: group.role for group in groups} == roles
     grown = LoggedRun(Path("runs/grown"))
     assert (grown.start_width, grown.end_width) == ("500 with 2 layers", "500 with 8 layers")
     assert grown.end_size == LoggedRun(Path("runs/deep")).end_size == (500, 8)

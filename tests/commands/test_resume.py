@@ -137,13 +137,6 @@ def test_overrides_that_take_effect(half_a_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_configuration_that_was_edited_is_refused(half_a_run: Path) -> None:
-    path = half_a_run / "config.yaml"
-    path.write_text(path.read_text().replace("lr: 0.01", "lr: 0.5"))
-    assert "model.optimizer.lr is 0.01 in the run and 0.5 here" in refused("resume", str(half_a_run))
-
-
-@pytest.mark.slow
 def test_fit_from_a_checkpoint_keeps_what_it_decides(half_a_run: Path, tmp_path: Path) -> None:
     path, _ = newest_checkpoint(half_a_run)
     command = ["fit", "--config", str(tmp_path / "c.yaml"), "--ckpt_path", str(path)]
@@ -251,7 +244,7 @@ def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from mupscale.commands.run_folder import Claim
+from mupscale.commands.checkpoints import Claim
 claim = Claim(Path(sys.argv[1]))
 claim.begin()
 print("ready", flush=True)
@@ -296,21 +289,14 @@ def test_a_folder_for_checkpoints_has_one_writer(tmp_path: Path) -> None:
 
 # --- identity
 
-DAMAGES = {
-    "deleted": lambda path: path.unlink(),
-    "random": lambda path: path.write_bytes(b"\xff\x00\x80"),
-}
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_the_identity_of_a_run_survives_lost_files(damage: str, half_a_run: Path) -> None:
-    names = ("run.json", "run.lock")
+def test_the_identity_of_a_run_survives_lost_files(half_a_run: Path) -> None:
     assert json.loads((half_a_run / "run.json").read_text()).keys() == {"id", "steps", "steps_per_epoch"}
     path, checkpoint = newest_checkpoint(half_a_run)
     assert checkpoint["global_step"] == 8
-    for name in names:
-        DAMAGES[damage](half_a_run / name)
+    for name in ("run.json", "run.lock"):
+        (half_a_run / name).write_bytes(b"\xff\x00\x80")
         assert newest_checkpoint(half_a_run)[0] == path
     message = refused("fit", "--config", "c.yaml", "--trainer.logger.version=version_0")
     assert "version_0 has a run already" in message

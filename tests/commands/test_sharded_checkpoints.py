@@ -13,7 +13,7 @@ from command_line import refused, small
 
 from mupscale.commands.checkpoints import checked, damage_at, undamaged
 from mupscale.errors import UserError
-from mupscale.sharded_checkpoints import damage_in_shards
+from mupscale.models.sharded import damage_in_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
 

@@ -44,14 +44,6 @@ def test_a_run_that_would_train_nothing_is_refused(key: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_growth_that_is_never_reached_is_refused(tmp_path: Path) -> None:
-    config = small(tmp_path / "c.yaml", upscale(5, 16), val_check_interval=1)
-    assert "UpscaleCallback.at_step = 5 is never reached" in refused("fit", "--config", config, "--trainer.max_steps=3")
-    epochs = ["--trainer.max_steps=-1", "--trainer.max_epochs=1", "--trainer.limit_train_batches=3"]
-    assert "is never reached: the run has 3 steps" in refused("fit", "--config", config, *epochs)
-
-
-@pytest.mark.slow
 def test_a_sweep_that_is_refused_at_its_first_trial_leaves_its_folder_free(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(5, 16), enable_progress_bar=False)
     sweep = ["sweep", "--config", config, "--out", "s", "--sweep", "model.optimizer.lr=0.1"]

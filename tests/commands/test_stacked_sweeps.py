@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import LR, NOISE, refused, small, upscale
+from command_line import LR, NOISE, small, upscale
 from extensions import Counting
 from logged import curves, losses
 from program_server import CORE_ONLY, Server
@@ -213,7 +213,7 @@ KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {
               (("main", 85), ("main", 2))],
     "the end": [(("main", 262), ("main", 230)), (("main", 6), ("main", 90))],
 }  # fmt: skip
-"""At which file operations two parts are killed, again and again: 20 of them, by --all; or the first 6."""
+"""At which file operations two parts are killed, again and again: 20 of them, by --all; or the first of each kind."""
 
 
 @pytest.fixture(scope="module")
@@ -242,13 +242,15 @@ def undisturbed(servers: list[Server], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("kind", slow_except(KILLS, kept=["steps", "the end"]))
 def test_killed_processes_leave_no_trace(
     kind: str, servers: list[Server], undisturbed: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     out = Path("s").resolve()
     arguments = shared_sweep(tmp_path, out)
-    rounds = KILLS[kind] if pytestconfig.getoption("--all") else KILLS[kind][:1]
+    rounds = KILLS[kind]
+    if not pytestconfig.getoption("--all"):
+        rounds = [*(KILLS["set-up"][:1] if kind == "steps" else []), *rounds[:1]]
     killed = 0
     for size, points in zip(("2", "auto", "1", "2"), rounds, strict=False):
         for index, (server, point) in enumerate(zip(servers, points, strict=True)):
@@ -300,13 +302,3 @@ def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.Captur
     resumed = swept("signalled", config, *options)
     assert_same_sweep(resumed, whole)
     assert all(starts(run)[-1] >= 5 for run in (resumed / "trials").iterdir())
-
-
-# --- bad input
-
-
-@pytest.mark.parametrize("size", ["0", "x"])
-def test_a_size_that_is_none(size: str, tmp_path: Path) -> None:
-    arguments = ["--config", small(tmp_path / "c.yaml"), "--out", "s", "--sweep", f"{LR}=0.01", f"--stack={size}"]
-    assert refused("sweep", *arguments).startswith(f"error: --stack {size}: give auto, off, or how many")
-    assert not Path("s").exists()

@@ -15,7 +15,7 @@ from tiny_modules import mlp
 from training_runs import fit
 
 from mupscale.__main__ import main
-from mupscale.callbacks.incompatible import CALLBACKS
+from mupscale.callbacks.swap import CALLBACKS
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.errors import UserError
@@ -84,9 +84,7 @@ def _global_settings() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", slow_except(WORK, kept=["detect_anomaly", "overfit_batches", "EarlyStopping", "max_epochs"])
-)
+@pytest.mark.parametrize("name", slow_except(WORK, kept=["detect_anomaly", "overfit_batches", "EarlyStopping"]))
 def test_works_and_resumes(name: str, tmp_path: Path) -> None:
     options = {"enable_progress_bar": False} | WORK[name]
     given = options.pop("callbacks", [])

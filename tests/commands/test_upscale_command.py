@@ -33,13 +33,7 @@ def fit(folder, steps: int, *callbacks, ckpt_path=None, optimizer=adamw, layers=
     def schedule(optimizer):
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
 
-    module = MLP(
-        8,
-        base_width=4,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        layers=layers,
-    )
+    module = MLP(8, base_width=4, optimizer=optimizer, lr_scheduler=schedule, layers=layers)
     trainer = quiet_trainer(max_steps=steps, precision="64-true", callbacks=list(callbacks), default_root_dir=folder)
     trainer.fit(module, data(), ckpt_path=ckpt_path)
     return trainer

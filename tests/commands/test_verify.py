@@ -63,13 +63,6 @@ def test_a_loss_that_depends_on_the_width_is_not_exact(capsys: pytest.CaptureFix
     assert "NOT exact: (the loss) diverges first" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_frozen_network_beside_the_own_is_compared_in_float64_too(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
-    main([*command, "extensions.StudentMLP"])
-    assert "width 8 → 16: exact" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_claim_of_a_method(
     broken: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -17,8 +17,17 @@ from mupscale.commands.cli import parsed
 from mupscale.commands.config import Config, read_json, temporary_file
 from mupscale.commands.configured import first_batches
 from mupscale.commands.lab.file import Description, of_width
-from mupscale.commands.lab.parts import Part
-from mupscale.commands.lab.run import Result, Run, Trial, drop_checkpoints, explained, free_memory, logged, with_run
+from mupscale.commands.lab.run import (
+    Part,
+    Result,
+    Run,
+    Trial,
+    drop_checkpoints,
+    explained,
+    free_memory,
+    logged,
+    with_run,
+)
 from mupscale.commands.widths import Growth, Size, folder_name, model_size
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_in
@@ -214,7 +223,7 @@ def timed_run(config: Config, folder: Path, steps: int) -> StepClock:
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed: a time must be measured in one go
     torch.compiler.reset()
     with explained("costs", folder), temporary_file(whole) as file, logged(folder):
-        cli = parsed(["fit", "--config", file])
+        cli = parsed(["--config", file], "fit")
     answer = callbacks_in(cli.trainer, StepClock)[0]
     drop_checkpoints(folder)
     free_memory()

@@ -17,8 +17,7 @@ from typing import Literal, Protocol
 
 from mupscale.commands.lab import run as runs
 from mupscale.commands.lab.run import Result, Run, Trial
-from mupscale.commands.lab.stack_loop import StackLoop, room_in_stack
-from mupscale.commands.lab.stacked_fit import Apart, Opening
+from mupscale.commands.lab.stack_loop import Apart, Opening, StackLoop, room_in_stack
 from mupscale.errors import UserError
 
 Size = int | Literal["auto", "off"]
@@ -45,12 +44,12 @@ class Job:
         more = f" and {len(self.trials) - 1} more" if len(self.trials) > 1 else ""
         return f"{self.trials[0].name}{more}"
 
-    def carry_out(self) -> dict[Path, Result]:
-        """Makes the runs: as many as the memory has room for, and of a trial those up to the first that diverged.
-
-        Returns their results by folder. Raises Apart if they cannot be stacked.
-        """
-        return make_apart(self.trials) if self.size == "off" else make_stack(self)
+    def carry_out(self) -> "Ending":
+        """Makes the runs: as many as the memory has room for, and of a trial those up to the first that diverged."""
+        try:
+            return Ending(self, make_apart(self.trials) if self.size == "off" else make_stack(self))
+        except Apart as reason:
+            return Ending(self, apart=str(reason))
 
 
 def make_apart(trials: list[Trial]) -> dict[Path, Result]:
@@ -145,10 +144,7 @@ class Inline:
     def wait(self) -> list[Ending]:
         assert self._job is not None
         job, self._job = self._job, None
-        try:
-            return [Ending(job, job.carry_out())]
-        except Apart as reason:
-            return [Ending(job, apart=str(reason))]
+        return [job.carry_out()]
 
 
 def failed_words(job: Job) -> str:

@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mupscale.commands.checkpoints import LOCK, Claim
 from mupscale.commands.config import read_json, refuse_difference
 from mupscale.commands.process import Terminated
-from mupscale.commands.run_folder import LOCK, Claim
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import torch
 
-from mupscale.commands.cli import CLI
+from mupscale.commands.cli import CLI, described, refuse_growths
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
-from mupscale.commands.configured import described, refuse_growths, refuse_optimizers
+from mupscale.commands.configured import refuse_optimizers
 from mupscale.commands.lab.run import without_announcements
 from mupscale.commands.lab.space import Axis, axis_of, for_trials, refuse_invalid, refuse_seeds
 from mupscale.commands.lab.sweep import checked_metric, signal_swap
-from mupscale.commands.reporting.midrun import BUDGETS
 from mupscale.commands.widths import (
+    BUDGETS,
     Growth,
     Size,
     factors_text,
@@ -45,7 +45,7 @@ OPTIONAL = {
 TIMING_STEPS = 300
 """Steps of a width by which its time is measured, unless the file gives their number."""
 
-SHARE_OF_STEPS = re.compile(r"(\d+(?:\.\d+)?)%")
+SHARE = re.compile(r"(\d+(?:\.\d+)?)%( of the budget)?")
 
 METHOD = "UpscaleCallback.method"
 """The key of a growth method, as an axis of a sweep."""
@@ -182,9 +182,7 @@ def description_of(content: dict[str, Any], options: list[str], *, quick: bool =
 def content_of(path: Path) -> dict[str, Any]:
     """The content of an experiment's file, with all required keys of its protocol and no unknown ones."""
     if not path.is_file():
-        raise UserError(
-            f"there is no file {path}; name the YAML file of an experiment, such as configs/experiments/quickstart.yaml"
-        )
+        raise UserError(f"there is no file {path}; name the YAML file of an experiment (configs/experiments)")
     content = read_yaml(path, DECIMAL)
     protocol = content.get("protocol") if isinstance(content, dict) else content
     if not isinstance(content, dict) or protocol not in REQUIRED:
@@ -222,8 +220,7 @@ def growths_of(content: dict[str, Any]) -> list[Growth]:
     for key, growth in zip(pairs, growths, strict=True):
         if growth.factors != first.factors:
             raise UserError(
-                f"{key} grows by {factors_text(growth)}, {first_key} by {factors_text(first)}: "
-                "values transfer only between growths by the same factor"
+                f"{key} grows by {factors_text(growth)}, {first_key} by {factors_text(first)}; give one factor"
             )
     return growths
 
@@ -233,21 +230,14 @@ def sweeps_of(content: dict[str, Any]) -> dict[str, list[Axis]]:
     found = {key: content[key] for key in ("sweep_1", "sweep_2") if content.get(key) is not None}
     tables = found if two_sweeps else content["sweeps"]
     if not isinstance(tables, dict) or not tables:
-        raise UserError(
-            f"sweeps: give a mapping of sweeps by name, {{lr: {{model.optimizer.lr: [0.01, 0.02]}}}}, got {tables!r}"
-        )
+        raise UserError(f"sweeps: give sweeps by name, {{lr: {{model.optimizer.lr: [0.01, 0.02]}}}}, got {tables!r}")
     answer = {}
     for name, table in tables.items():
         key = name if two_sweeps else f"sweeps.{name}"
         if not isinstance(table, dict) or not table:
-            raise UserError(
-                f"{key}: the grid is empty, give keys with their values, {{model.optimizer.lr: [0.01, 0.02]}}, "
-                f"got {table!r}"
-            )
+            raise UserError(f"{key}: the grid is empty, give {{model.optimizer.lr: [0.01, 0.02]}}, got {table!r}")
         if not two_sweeps and len(table) > 1:
-            raise UserError(
-                f"{key}: give one key, because the others keep the configuration's values, got {', '.join(table)}"
-            )
+            raise UserError(f"{key}: give one key, the others keep their values, got {', '.join(table)}")
         answer[str(name)] = [listed_axis(f"{key}.{k}", k, values) for k, values in table.items()]
     return answer
 
@@ -267,9 +257,7 @@ def methods_of(content: dict[str, Any]) -> dict[str, Config]:
     methods = named("methods", content["methods"], "{net2net: {class_path: mupscale.methods.Net2Net}}")
     for key in content["sweep_2"]:
         if key == METHOD or str(key).startswith(f"{METHOD}."):
-            raise UserError(
-                f"sweep_2.{key}: the key methods names the growth methods already; leave one of the two out"
-            )
+            raise UserError(f"sweep_2.{key}: the key methods names the growth methods; leave one of the two out")
     seen: dict[str, str] = {}
     for name, method in methods.items():
         if not isinstance(method.get("class_path"), str):
@@ -340,14 +328,32 @@ def named(key: str, table: Any, example: str) -> dict[str, Config]:
     return {name: value or {} for name, value in table.items()}
 
 
-def stretched(schedule: Any, steps: int) -> Any:
-    """The configuration of a schedule for a run of so many steps: in it, `20%` is a fifth of them."""
+def stretched(schedule: Any, steps: int, grows: tuple[int, float] | None = None) -> Any:
+    """The configuration of a schedule for a run of so many steps.
+
+    In it, `20%` is a fifth of the steps. `20% of the budget` is the share of the steps, at the end of the run, in which
+    it spends the last fifth of its budget.
+
+    Args:
+        schedule: The configuration.
+        steps: Of the whole run.
+        grows: The step at which the run grows, if it does, and the share of the budget that it has then spent.
+    """
     if isinstance(schedule, dict):
-        return {key: stretched(item, steps) for key, item in schedule.items()}
+        return {key: stretched(item, steps, grows) for key, item in schedule.items()}
     if isinstance(schedule, list):
-        return [stretched(item, steps) for item in schedule]
-    share = SHARE_OF_STEPS.fullmatch(schedule) if isinstance(schedule, str) else None
-    return max(1, round(float(share[1]) / 100 * steps)) if share else schedule
+        return [stretched(item, steps, grows) for item in schedule]
+    found = SHARE.fullmatch(schedule) if isinstance(schedule, str) else None
+    if found is None:
+        return schedule
+    share = float(found[1]) / 100
+    if not found[2]:
+        return max(1, round(share * steps))
+    if grows is None:
+        return share
+    at_step, spent = grows
+    wide = min(share, 1 - spent) / (1 - spent) * (steps - at_step)
+    return (wide + max(0.0, share - (1 - spent)) / spent * at_step) / steps
 
 
 # --- checking
@@ -359,9 +365,7 @@ def check(description: Description) -> None:
     Takes seconds, and no data.
     """
     if callbacks_of(description.common, "UpscaleCallback"):
-        raise UserError(
-            "config: trainer.callbacks has an UpscaleCallback already; the experiment adds its own, so leave it out"
-        )
+        raise UserError("config: trainer.callbacks has an UpscaleCallback already; leave it out")
     if description.protocol == "midrun":
         check_midrun(description)
         return

@@ -23,13 +23,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mupscale.commands.checkpoints import LOCK
 from mupscale.commands.process import Terminated, interruptions, raise_for
-from mupscale.commands.run_folder import LOCK
 from mupscale.errors import UserError
 
 if TYPE_CHECKING:
     from mupscale.commands.lab.driver import Ending, Job
-    from mupscale.commands.lab.run import Result
 
 WAIT = 1.0
 """Seconds between two looks at the signals that ask this process to end."""
@@ -248,15 +247,12 @@ class Cluster:
         from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
 
         from mupscale.commands.lab.driver import Ending, failed_words
-        from mupscale.commands.lab.stacked_fit import Apart
 
         try:
-            return Ending(job, ray.get(task))
+            return ray.get(task)
         except TaskCancelledError as error:
             raise UserError(f"the task {job} was cancelled; run the same command again to continue") from error
         except RayTaskError as error:
-            if isinstance(error.cause, Apart):
-                return Ending(job, apart=str(error.cause))
             if isinstance(error.cause, UserError):
                 raise UserError(str(error.cause)) from error
             print(error, file=sys.stderr, flush=True)
@@ -278,8 +274,8 @@ class Cluster:
                 _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
 
 
-def make_job(site: Site, needs: Resources, pickled: bytes) -> "dict[Path, Result]":
-    """In a process of Ray: makes a job; its results by folder."""
+def make_job(site: Site, needs: Resources, pickled: bytes) -> "Ending":
+    """In a process of Ray: makes a job."""
     refuse_node(site)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as mupscale.__main__ does, before torch is loaded
     job = pickle.loads(pickled)

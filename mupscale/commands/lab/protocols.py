@@ -4,30 +4,123 @@ To add a protocol, write a class whose `stages` are its runs, list it in PROTOCO
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mupscale.atomic import write_text
-from mupscale.commands.config import Config, read_json
+from mupscale.callbacks.trial_metric import window_of
+from mupscale.commands.checkpoints import RESULT, damage_at
+from mupscale.commands.config import Config, callbacks_of, read_json
 from mupscale.commands.lab.costs import CostPart
 from mupscale.commands.lab.driver import Driver
 from mupscale.commands.lab.execution import refuse_folder
 from mupscale.commands.lab.file import Description, check, growing, of_width, stretched
-from mupscale.commands.lab.parts import Part, RunPart, SweepPart
 from mupscale.commands.lab.quick import IMAGES, write_images
-from mupscale.commands.lab.run import Trial
+from mupscale.commands.lab.run import Part, Result, Run, Trial, drop_checkpoints, result_of, with_run
 from mupscale.commands.lab.space import Axis, Settings, grid
+from mupscale.commands.lab.sweep import Sweep
 from mupscale.commands.lab.transfer import write_transfer
-from mupscale.commands.reporting.midrun import FIXED, Fixed
-from mupscale.commands.widths import Size, folder_name
+from mupscale.commands.widths import FIXED, Fixed, Size, folder_name
+from mupscale.errors import UserError
+from mupscale.models.checkpoint import PRE_UPSCALE
 
 Stages = list[list[Part]]
 
 SMALL_BASE = "small_base"
 """The narrow run that sweep 2 starts from if there is no sweep 1. It counts as tuning."""
+
+
+@dataclass(eq=False)
+class RunPart(Part):
+    """One run of one seed, in its own folder.
+
+    Of runs that are the same until they grow, the others follow the first, in a later stage: they start from its
+    checkpoint of that step.
+    """
+
+    out: Path
+    role: str
+    seed: int
+    config: Callable[[], Config]
+    metric: str
+    must_not_diverge: bool = False
+    """Whether other runs start from it."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What experiment.json has of the run beside its role, seed and folder."""
+    keeps_checkpoints: bool = True
+    is_left_out: Callable[[], bool] = lambda: False
+    """Whether the run is not to be made. Then it counts as finished."""
+    first: "RunPart | None" = None
+    """The run that this one follows, if they are the same until they grow."""
+
+    def __post_init__(self) -> None:
+        super().__init__(f"{self.role}, seed {self.seed}", self.out / self.role / f"seed={self.seed}")
+        self._followers = list[RunPart]()
+        if self.first is not None:
+            self.first._followers.append(self)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoints" / "last.ckpt"
+
+    @property
+    def value(self) -> float:
+        """The metric; infinite if the run diverged or is left out."""
+        return math.inf if self.is_left_out() else result_of(self.folder)[0]
+
+    @property
+    def finished(self) -> bool:
+        return self.is_left_out() or ((self.folder / RESULT).exists() and bool(result_of(self.folder)))
+
+    def trials(self) -> list[Trial]:
+        config = with_run(self.config(), self.metric, self.seed, self.folder)
+        return [Trial(self.name, [Run(config, self.folder, self.name, self._start())], self._finish)]
+
+    def conclude(self) -> None:
+        if self.must_not_diverge and math.isinf(self.value):
+            raise UserError(
+                f"the run {self.folder} diverged, and other runs start from it; give a smaller model.optimizer.lr in "
+                "the experiment's config, or smaller values in sweep_1, and another --out"
+            )
+        self._tidy()
+
+    def _finish(self, results: list[Result]) -> str:
+        ((value, seconds),) = results
+        self._tidy()
+        metric = self.metric if window_of(self.metric) is None else "training loss"
+        return f"{f'{metric} {value:.5g}' if math.isfinite(value) else 'diverged'} in {seconds:.0f} s"
+
+    def _tidy(self) -> None:
+        """Deletes the checkpoints of a finished run if they are not kept, and no run is to start from them."""
+        if self.first is not None:
+            self.first._tidy()
+        if not self.keeps_checkpoints and all(part.finished for part in (self, *self._followers)):
+            drop_checkpoints(self.folder)
+
+    def _start(self) -> Path | None:
+        """The first run's checkpoint from just before it grew.
+
+        None if there is none, as of a run that diverged before, or if this run is another one even then.
+        """
+        if self.first is None or before_growth(self.first.config()) != before_growth(self.config()):
+            return None
+        (swap,) = callbacks_of(self.config(), "UpscaleCallback")
+        path = self.first.folder / "checkpoints" / f"{PRE_UPSCALE}{swap['init_args']['at_step']}.ckpt"
+        return path if path.exists() and damage_at(path) is None else None
+
+
+def before_growth(config: Config) -> Config:
+    """What decides a run until it grows: its configuration without the swap, but for its step."""
+    answer = deepcopy(config)
+    for swap in callbacks_of(answer, "UpscaleCallback"):
+        swap["init_args"] = {"at_step": swap["init_args"]["at_step"]}
+    return answer
 
 
 class Protocol:
@@ -50,14 +143,14 @@ class Protocol:
 
     def sweep(
         self, name: str, axes: list[Axis], seeds: list[int], config: Callable[[], Config], *, may_diverge: bool = False
-    ) -> SweepPart:
+    ) -> Sweep:
         trials = len(list(grid(axes)))
 
         def settings() -> Settings:
             whole = {**config(), "seed_everything": seeds[0]}
             return Settings(whole, axes, "grid", trials, seeds, self.description.metric)
 
-        return SweepPart(name, self.out, settings, trials, may_diverge=may_diverge)
+        return Sweep(name, self.out / name, settings, trials, may_diverge=may_diverge)
 
 
 class Upscale(Protocol):
@@ -79,7 +172,7 @@ class Upscale(Protocol):
             last += [self._upscaled(tuner, base, method, sweep_2) for method, sweep_2 in sweeps.items()]
         return [[tuner], [*bases, *sweeps.values()], last]
 
-    def _tuner(self) -> RunPart | SweepPart:
+    def _tuner(self) -> RunPart | Sweep:
         """What sweep 2 starts from."""
         description, seed = self.description, self.description.seeds[0]
         small_base = partial(description.config, of_width(self.small.before))
@@ -87,7 +180,7 @@ class Upscale(Protocol):
             return self.sweep("sweep_1", description.sweeps["sweep_1"], [seed], small_base)
         return self.run(SMALL_BASE, seed, small_base, must_not_diverge=True)
 
-    def _sweep_2(self, tuner: RunPart | SweepPart, method: str) -> SweepPart:
+    def _sweep_2(self, tuner: RunPart | Sweep, method: str) -> Sweep:
         description = self.description
 
         def config() -> Config:
@@ -98,7 +191,7 @@ class Upscale(Protocol):
         name = f"sweep_2/{method}" if method else "sweep_2"
         return self.sweep(name, axes, seeds, config, may_diverge=bool(method))
 
-    def _upscaled(self, tuner: RunPart | SweepPart, base: RunPart, method: str, sweep_2: SweepPart) -> RunPart:
+    def _upscaled(self, tuner: RunPart | Sweep, base: RunPart, method: str, sweep_2: Sweep) -> RunPart:
         description = self.description
 
         def config() -> Config:
@@ -111,9 +204,9 @@ class Upscale(Protocol):
         options = {"details": details, "keeps_checkpoints": False, "is_left_out": lambda: sweep_2.has_no_best}
         return self.run(f"upscale/{method}", base.seed, config, **options)  # nothing starts from these many runs
 
-    def _config(self, tuner: RunPart | SweepPart, first: Config, *others: Config) -> Config:
+    def _config(self, tuner: RunPart | Sweep, first: Config, *others: Config) -> Config:
         """The configuration of a run: with the best values of sweep 1, if there is one, over the first override."""
-        tuned = [tuner.tuned] if isinstance(tuner, SweepPart) else []
+        tuned = [tuner.tuned] if isinstance(tuner, Sweep) else []
         return self.description.config(first, *tuned, *others)
 
 
@@ -159,8 +252,8 @@ class Midrun(Protocol):
         assert description.midrun is not None
         self.keys = description.midrun
         self.costs = CostPart(out, description)
-        self._of_fixed: dict[tuple[str, str], SweepPart] = {}
-        self._of_growth: dict[tuple[str, str, float], SweepPart] = {}
+        self._of_fixed: dict[tuple[str, str], Sweep] = {}
+        self._of_growth: dict[tuple[str, str, float], Sweep] = {}
 
     def stages(self) -> Stages:
         for schedule in self.keys.schedules:
@@ -235,9 +328,9 @@ class Midrun(Protocol):
         at_step, steps = self.costs.costs.steps_of_growth(budget, growth, share)
         grown = growing(growth, at_step, self.keys.noises[noise])
         narrow = self._of_fixed[schedule, "narrow"].tuned
-        return self.description.config(grown, *self._length(schedule, steps), narrow, *tuned)
+        return self.description.config(grown, *self._length(schedule, steps, (at_step, share)), narrow, *tuned)
 
-    def _length(self, schedule: str, steps: int) -> list[Config]:
+    def _length(self, schedule: str, steps: int, grows: tuple[int, float] | None = None) -> list[Config]:
         """What gives a run its number of steps, with a validation after the last one, and its schedule."""
         length = {
             "max_steps": steps,
@@ -245,7 +338,7 @@ class Midrun(Protocol):
             "check_val_every_n_epoch": None,
             "val_check_interval": self.costs.costs.batches_of(steps),
         }
-        return [{"trainer": length}, stretched(self.keys.schedules[schedule], steps)]
+        return [{"trainer": length}, stretched(self.keys.schedules[schedule], steps, grows)]
 
     def _width(self, fixed: Fixed, small: bool = False) -> Size:
         growth = self.small if small else self.target
@@ -291,7 +384,7 @@ class Experiment:
                 role, folder = part.role.rpartition("/")[2], str(part.folder.relative_to(self.out))
                 runs.append({"role": role, "seed": part.seed, "folder": folder, **part.details})
             elif not isinstance(part, CostPart):
-                name = part.name if isinstance(part, SweepPart) else SMALL_BASE
+                name = part.name if isinstance(part, Sweep) else SMALL_BASE
                 tuning[name] = name
         head: dict[str, Any] = {"protocol": self.description.protocol, "command": command}
         if self.description.quick:
@@ -328,7 +421,7 @@ class Experiment:
     def conclude(self) -> str:
         """Writes the results of a finished experiment, and returns them in words."""
         if self.description.protocol == "transfer":
-            sweeps = {part.name: part.sweep for part in self.parts if isinstance(part, SweepPart)}
+            sweeps = {part.name: part for part in self.parts if isinstance(part, Sweep)}
             lines = write_transfer(self.out, self.description, sweeps)
         else:
             lines = self._report()

@@ -79,10 +79,13 @@ def divisor_of(widths: list[int]) -> int:
     return max((each for each in fitting if min(widths) // each >= LEAST_WIDTH), default=1)
 
 
-def divided(width: Any, divisor: int) -> Any:
+def divided(width: Any, divisor: int, multiple_of: int = 1) -> Any:
+    """A width, or a size, divided; if that is not whole, a smaller multiple of `multiple_of`, at least that."""
     if isinstance(width, dict):
         return {**width, "width": divided(width["width"], divisor)}
-    return [divided(each, divisor) for each in width] if isinstance(width, list) else width // divisor
+    if isinstance(width, list):
+        return [divided(each, divisor, multiple_of) for each in width]
+    return max(multiple_of, width // divisor // multiple_of * multiple_of)
 
 
 def few_trials(axes: list[Axis], *, one: bool) -> dict[str, list[Any]]:
@@ -103,7 +106,7 @@ def overlay(common: Config, divisor: int, out: Path) -> Config:
     schedule = model.get("lr_scheduler")
     smaller: Config = {name: value for name, value in MODEL.items() if model.get(name) is not None}
     if "base_width" in model:
-        smaller["base_width"] = smaller_base(model["base_width"], divisor, 2 if "heads" in model else 1)
+        smaller["base_width"] = divided(model["base_width"], divisor, 2 if "heads" in model else 1)  # for two heads
     if schedule:
         smaller["lr_scheduler"] = shortened(schedule)
     trainer = trainer_overlay(common["trainer"])
@@ -148,13 +151,6 @@ def trainer_overlay(trainer: Config) -> Config:
     else:
         answer["check_val_every_n_epoch"] = 1
     return answer
-
-
-def smaller_base(width: Any, divisor: int, least: int) -> Any:
-    """A base width divided as the widths are; a multiple of `least`: even, as two heads need it, or 1."""
-    if isinstance(width, list):
-        return [smaller_base(each, divisor, least) for each in width]
-    return max(least, width // divisor // least * least)
 
 
 def write_images(folder: Path) -> None:

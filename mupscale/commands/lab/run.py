@@ -18,14 +18,13 @@ import torch
 from lightning.pytorch import Trainer
 
 from mupscale.callbacks.trial_metric import TrialMetric
-from mupscale.commands.checkpoints import newest_checkpoint
+from mupscale.commands.checkpoints import RESULT, Claim, Taken, newest_checkpoint
 from mupscale.commands.cli import CLI, LOGGER, opened
 from mupscale.commands.config import Config, class_name, read_json, temporary_file
-from mupscale.commands.run_files import write_result
-from mupscale.commands.run_folder import RESULT, Claim, Taken
+from mupscale.commands.run import write_result
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_in
-from mupscale.models.hf import SAVED
+from mupscale.models.checkpoint import SAVED
 
 PROGRESS_SECONDS = 60.0
 """The least time between two lines about one run."""
@@ -100,7 +99,7 @@ class Run:
         result = self.result_of_others()
         if result is None:
             with progress(self.name), open_run(self) as cli:
-                cli.run_subcommand()
+                cli.run()
             result = record_run(self, cli, time.monotonic() - start)
         free_memory()
         return result
@@ -114,6 +113,34 @@ class Trial:
     runs: list[Run]
     finish: "Callable[[list[Result]], str] | None" = None
     """Takes their results, up to the first that diverged; returns a summary in words. Other processes have none."""
+
+
+class Part:
+    """Some trials of a stage. Its folder shows what is done.
+
+    It makes its configurations only when its stage begins: they follow from the results of the stages before.
+    """
+
+    total = 1
+    """How many trials it has."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+
+    @property
+    def finished(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def done(self) -> int:
+        return int(self.finished)
+
+    def trials(self) -> list[Trial]:
+        """All of them, also those that are finished."""
+        raise NotImplementedError
+
+    def conclude(self) -> None:
+        """Writes what there is to write once all trials are finished."""
 
 
 Result = tuple[float, float]
@@ -134,10 +161,10 @@ def ending_of(runs: Iterable[Any], find: Callable[[Any], Result | None]) -> list
 
 
 @contextmanager
-def open_run(run: Run, *, handles_signals: bool = True) -> Iterator[CLI]:
+def open_run(run: Run) -> Iterator[CLI]:
     """The command line that fits or resumes a run; what is printed inside of the context goes to the log of the run."""
     path, _ = run.newest_checkpoint()
-    options: dict[str, Any] = {"handles_signals": handles_signals}
+    options: dict[str, Any] = {}
     with explained(run.name, run.folder), ExitStack() as contexts:
         if path is not None:
             arguments = ["--config", str(run.folder / "config.yaml"), "--ckpt_path", str(path)]
@@ -150,7 +177,7 @@ def open_run(run: Run, *, handles_signals: bool = True) -> Iterator[CLI]:
             else:
                 arguments += ["--ckpt_path", str(run.starts_from)]
         contexts.enter_context(logged(run.folder))
-        yield contexts.enter_context(opened(["fit", *arguments], **options))
+        yield contexts.enter_context(opened(arguments, "fit", **options))
 
 
 @contextmanager
@@ -162,16 +189,16 @@ def open_stacked(
     In the end its result is among the `results`. `beside` is the number of runs that share its time, itself included.
     """
     start = time.monotonic()
-    with open_run(run, handles_signals=False) as cli:
+    with open_run(run) as cli:
         cli.before_fit()
-        yield cli.trainer, cli.subcommand_arguments()
+        yield cli.trainer, cli.command_arguments()
         cli.after_fit()
     results[run.folder] = record_run(run, cli, (time.monotonic() - start) / beside())
 
 
 def record_run(run: Run, cli: CLI, seconds: float) -> Result:
     value = callbacks_in(cli.trainer, TrialMetric)[0].value
-    return record(run.folder, {"value": value, "seconds": seconds, **cli.results.numbers(cli.trainer)})
+    return record(run.folder, {"value": value, "seconds": seconds, **cli.journal.numbers(cli.trainer)})
 
 
 def claim_when_free(folder: Path) -> Claim:

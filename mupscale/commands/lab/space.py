@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.cli import parsed
+from mupscale.commands.cli import parsed, refuse_growths, refuse_optimizer
 from mupscale.commands.config import Config, Point, at, brief, callback_key, number_in, temporary_file
-from mupscale.commands.configured import refuse_growths
 from mupscale.data_files import DECIMAL, yaml_of
 from mupscale.errors import UserError
 
@@ -96,10 +94,7 @@ def parsed_axis(text: str) -> Axis:
     """
     key, equals, listed = text.partition("=")
     if not equals:
-        raise UserError(
-            f"--sweep {text}: give KEY=VALUE,VALUE,… with a key of the configuration, "
-            "such as model.optimizer.lr=0.01,0.02"
-        )
+        raise UserError(f"--sweep {text}: give KEY=VALUE,VALUE,…, such as model.optimizer.lr=0.01,0.02")
     return axis_of(key, listed, f"--sweep {text}")
 
 
@@ -261,9 +256,8 @@ def for_trials(config: Config) -> Config:
 def refuse_config(config: Config, growing: bool) -> None:
     """Raises a UserError if `fit` would refuse a configuration; with `growing`, if it would refuse its growth."""
     with temporary_file(config) as file:
-        cli = parsed(["--config", file], run=False)
-    with torch.random.fork_rng(devices=[]):
-        cli.model.network(cli.model.width, meta=True)
+        cli = parsed(["--config", file])
+    refuse_optimizer(cli.model, cli.trainer)
     if growing:
         refuse_growths(cli.model, cli.trainer)
 

@@ -4,13 +4,14 @@ Every trial has a number, its cell. The points of a grid follow from the axes; d
 their runs begin. The results are those of the runs.
 """
 
+import csv
 import json
 import math
 import re
 import shlex
 import shutil
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cached_property
 from itertools import zip_longest
@@ -22,15 +23,18 @@ import yaml
 from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
+from mupscale.commands.checkpoints import RESULT
 from mupscale.commands.config import Config, Point, at, brief, callback_key, callbacks_of, class_name, labels, read_json
 from mupscale.commands.event_files import read_log
 from mupscale.commands.lab.execution import refuse_folder
-from mupscale.commands.lab.run import Result, Run, Trial, drop_checkpoints, ending_of, result_of, with_run
+from mupscale.commands.lab.run import Part, Result, Run, Trial, drop_checkpoints, ending_of, result_of, with_run
 from mupscale.commands.lab.space import Axis, Outcome, Settings, draw, grid, point_of, point_text
-from mupscale.commands.run_folder import RESULT
 from mupscale.data_files import refuse_links
 from mupscale.errors import UserError
 from mupscale.text_tables import as_csv
+
+NO_BEST = "no_best.txt"
+"""In the folder of a finished sweep whose trials all diverged, instead of a best.yaml."""
 
 TPE_ROUNDS = 10
 """In how many rounds a TPE draws its points: those of a round may be trained together, without each other's ends."""
@@ -45,21 +49,44 @@ MOST_LINES = 12
 """In the figure of training curves; of more trials, some are left out."""
 
 
-class Sweep:
-    """The sweep of these settings in the folder `out`. UserError if the folder holds another one."""
+class Sweep(Part):
+    """A sweep in a folder, whose trials are `total`. `settings` is called when it can start.
 
-    def __init__(self, out: Path, settings: Settings, name: str = "") -> None:
+    If all of its trials diverge it is an error, unless it `may_diverge`: then it is finished, and has no best trial.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, settings: Callable[[], Settings], total: int, *, may_diverge: bool = False
+    ) -> None:
         """`name` is what the names of its trials start with."""
-        self.out, self.settings, self.name = out, settings, name
-        self.labels = labels([axis.key for axis in settings.axes])
-        self._results: dict[Path, Result] = {}
-        refuse_links(out, POINTS)
-        refuse_folder(out, "sweep", settings.description())
+        super().__init__(name, folder)
+        self.total, self._settings, self._may_diverge = total, settings, may_diverge
+        self._found: dict[Path, Result] = {}
 
-    def begin(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        if not (self.out / "sweep.json").exists():
-            write_text(self.out / "sweep.json", json.dumps(self.settings.description(), indent=1) + "\n")
+    @cached_property
+    def settings(self) -> Settings:
+        """UserError if the folder holds another sweep."""
+        settings = self._settings()
+        refuse_other_sweep(self.folder, settings)
+        return settings
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        return labels([axis.key for axis in self.settings.axes])
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "best.yaml").exists() or self.has_no_best
+
+    @property
+    def has_no_best(self) -> bool:
+        """Whether all trials diverged, of a sweep that may."""
+        return (self.folder / NO_BEST).exists()
+
+    @property
+    def done(self) -> int:
+        table = self.folder / "trials.csv"
+        return len(list(csv.DictReader(table.read_text().splitlines()))) if table.exists() else 0
 
     # --- points
 
@@ -71,11 +98,11 @@ class Sweep:
         try:
             return [point_of(self.settings.axes, each) for each in self._drawn()]
         except (LookupError, TypeError, ValueError, StopIteration) as error:
-            path = self.out / POINTS
+            path = self.folder / POINTS
             raise UserError(f"{path} is not of this sweep ({error!r}); delete it, or name a new folder") from error
 
     def _drawn(self) -> list[dict[str, object]]:
-        path = self.out / POINTS
+        path = self.folder / POINTS
         return read_json(path)["points"] if path.exists() else []
 
     def _draw(self, count: int) -> None:
@@ -86,14 +113,21 @@ class Sweep:
         while len(drawn) < count:
             before = [(each, known.get(cell)) for cell, each in enumerate(drawn)]
             drawn.append(draw(self.settings.axes, self.settings.sampler, len(drawn), before))
-        write_text(self.out / POINTS, json.dumps({"points": drawn}, indent=1) + "\n")
+        write_text(self.folder / POINTS, json.dumps({"points": drawn}, indent=1) + "\n")
         self.__dict__.pop("points", None)
 
     # --- trials
 
+    def trials(self) -> list[Trial]:
+        (trials,) = self.rounds()
+        return list(trials.values())
+
     def rounds(self) -> Iterator[dict[int, Trial]]:
         """The trials by cell, in rounds: only a TPE has several, whose points depend on the results of those before."""
         trials = self.settings.trials
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / "sweep.json").exists():
+            write_text(self.folder / "sweep.json", json.dumps(self.settings.description(), indent=1) + "\n")
         size = math.ceil(trials / TPE_ROUNDS) if self.settings.sampler == "tpe" else trials
         for start in range(0, trials, size):
             if self.settings.sampler != "grid":
@@ -127,7 +161,7 @@ class Sweep:
         plain = re.sub(r"[^\w.,=+-]+", "-", values)
         name = f"{cell:03d}_{plain}"[:120]
         ends = {seed: f",seed={seed}" if len(self.settings.seeds) > 1 else "" for seed in self.settings.seeds}
-        return {seed: self.out / "trials" / f"{name}{end}" for seed, end in ends.items()}
+        return {seed: self.folder / "trials" / f"{name}{end}" for seed, end in ends.items()}
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -143,9 +177,9 @@ class Sweep:
         return answer
 
     def _result_of(self, folder: Path) -> Result | None:
-        if folder not in self._results and (folder / RESULT).exists():
-            self._results[folder] = result_of(folder)
-        return self._results.get(folder)
+        if folder not in self._found and (folder / RESULT).exists():
+            self._found[folder] = result_of(folder)
+        return self._found.get(folder)
 
     @property
     def best(self) -> Outcome | None:
@@ -153,11 +187,13 @@ class Sweep:
         return min(finite, key=lambda outcome: outcome.value, default=None)
 
     @property
-    def left(self) -> int:
-        return self.settings.trials - len(self.outcomes)
+    def checkpoint(self) -> Path:
+        """The last checkpoint of the best trial, of its first seed."""
+        assert self.best is not None
+        return self.best.runs[0] / "checkpoints" / "last.ckpt"
 
     def progress(self) -> str:
-        return f"{self.left} of {self.settings.trials} left"
+        return f"{self.total - len(self.outcomes)} of {self.total} left"
 
     def tidy(self) -> None:
         """Writes the table of finished trials, and deletes the checkpoints of all of them but the best."""
@@ -174,69 +210,60 @@ class Sweep:
         for outcome in self.outcomes:
             row = {"trial": outcome.cell, **outcome.point, self.settings.metric: outcome.value}
             row |= seed_cells(seeds, outcome.values)
-            run = outcome.runs[0].relative_to(self.out)
+            run = outcome.runs[0].relative_to(self.folder)
             rows.append({**row, "seconds": f"{outcome.seconds:.1f}", "run": run})
         head = ["trial", *(axis.key for axis in self.settings.axes), self.settings.metric, *seeds, "seconds", "run"]
-        write_text(self.out / "trials.csv", as_csv(rows, head))
+        write_text(self.folder / "trials.csv", as_csv(rows, head))
 
-    def conclude(self) -> tuple[Path, list[Path]]:
-        """Writes the figures of a finished sweep and then best.yaml; returns the paths of best.yaml and the figures."""
-        self.tidy()  # again, because the process that finished the last trial may have died before it did
-        if self.best is None:
-            raise UserError(
-                f"all {self.settings.trials} trials diverged, so there is no best.yaml; "
-                f"sweep smaller learning rates or less noise. {self.out / 'trials.csv'} lists the trials"
-            )
-        drawn = draw_sweep(self.out, self.settings, self.outcomes, self.best)
-        return self._write_best(self.best), drawn
+    def conclude(self) -> None:
+        if self.finished:
+            return
+        if self._may_diverge and self.best is None:
+            self.tidy()
+            write_text(self.folder / NO_BEST, f"none: all {self.total} trials diverged\n")
+        else:
+            self.write_best()
 
     # --- the best
 
-    def _write_best(self, best: Outcome) -> Path:
-        """Writes best.yaml; and noise.json, if the noise is signal-normalised: its constants."""
+    def write_best(self) -> tuple[Path, list[Path]]:
+        """Writes the figures of a finished sweep and then best.yaml; returns the paths of best.yaml and the figures.
+
+        If the noise is signal-normalised, noise.json holds its constants.
+        """
+        self.tidy()  # again, because the process that finished the last trial may have died before it did
+        best = self.best
+        if best is None:
+            raise UserError(
+                f"all {self.total} trials diverged: no best.yaml; sweep smaller learning rates or less noise"
+            )
+        drawn = draw_sweep(self.folder, self.settings, self.outcomes, best)
         swap = signal_swap(at(self.settings.config, best.point))
         if swap is not None:
-            shutil.copyfile(best.runs[0] / f"noise-{swap['init_args']['at_step']}.json", self.out / "noise.json")
-        path = self.out / "best.yaml"
+            shutil.copyfile(best.runs[0] / f"noise-{swap['init_args']['at_step']}.json", self.folder / "noise.json")
+        path = self.folder / "best.yaml"
         seeds = f", mean of {len(best.values)} seeds" if len(best.values) > 1 else ""
         head = (
             f"# {point_text(best.point, self.labels)}: {self.settings.metric} {best.value:.6g}{seeds}, "
-            f"the best of {self.settings.trials} trials.\n"
+            f"the best of {self.total} trials.\n"
             "#\n"
             f"#     python -m mupscale fit --config TARGET.yaml --config {shlex.quote(str(path))}\n"
         )
-        write_text(path, head + yaml.safe_dump(self.tuned(best), sort_keys=False))
-        return path
+        write_text(path, head + yaml.safe_dump(self.tuned, sort_keys=False))
+        return path, drawn
 
-    def tuned(self, best: Outcome) -> Config:
-        """The swept values alone, to override those of another configuration."""
-        config = at(self.settings.config, best.point)
-        tuned: Config = {}
-        arguments: dict[str, list[Config]] = {}
-        for key, value in best.point.items():
-            if key.partition(".")[0] in config:
-                lay(tuned, config, key.split("."), value)
-            else:
-                name, (argument, *_) = callback_key(key)
-                callbacks = callbacks_of(config, name)
-                given = arguments.setdefault(name, [{} for _ in callbacks])
-                for own, callback in zip(given, callbacks, strict=True):
-                    # the whole argument, because the target's own may be of another class
-                    own[argument] = deepcopy(without_nulls(callback["init_args"][argument]))
-        swap = signal_swap(config)
-        if swap is not None:
-            recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": str(self.out / "noise.json")}}
-            swaps = callbacks_of(config, "UpscaleCallback")
-            given = arguments.setdefault("UpscaleCallback", [{} for _ in swaps])
-            for own, callback in zip(given, swaps, strict=True):
-                if callback is swap:
-                    own["noise"] = recorded
-        if arguments:
-            # once, if all callbacks of a class have the same; otherwise in a list, one by one
-            tuned["callback_args"] = {
-                name: given[0] if all(own == given[0] for own in given) else given for name, given in arguments.items()
-            }
-        return tuned
+    @property
+    def tuned(self) -> Config:
+        """The best of the swept values alone, to override those of another configuration."""
+        best = self.best
+        assert best is not None
+        return tuned_values(at(self.settings.config, best.point), best.point, self.folder / "noise.json")
+
+
+def refuse_other_sweep(folder: Path, settings: Settings) -> None:
+    """Raises a UserError if a folder holds another sweep, or something else."""
+    refuse_links(folder, POINTS)
+    refuse_folder(folder, "sweep", settings.description())
 
 
 # --- metrics
@@ -252,14 +279,44 @@ def checked_metric(metric: Any) -> str:
     if not isinstance(metric, str) or not metric.strip():
         raise UserError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
     if window_of(metric) is None and figures.higher_is_better(metric):
-        raise UserError(
-            f"metric {metric}: metrics are minimised, and larger values of this one are better; "
-            "give last_epoch, last_2%, or a loss such as val/loss"
-        )
+        raise UserError(f"metric {metric}: metrics are minimised; give last_epoch, last_2%, or a loss such as val/loss")
     return metric
 
 
 # --- configurations
+
+
+def tuned_values(config: Config, point: Point, noise: Path) -> Config:
+    """The values of a point alone, as `config` has them, to override those of another configuration.
+
+    `noise` is the file with the constants of signal-normalised noise.
+    """
+    tuned: Config = {}
+    arguments: dict[str, list[Config]] = {}
+    for key, value in point.items():
+        if key.partition(".")[0] in config:
+            lay(tuned, config, key.split("."), value)
+        else:
+            name, (argument, *_) = callback_key(key)
+            callbacks = callbacks_of(config, name)
+            given = arguments.setdefault(name, [{} for _ in callbacks])
+            for own, callback in zip(given, callbacks, strict=True):
+                # the whole argument, because the target's own may be of another class
+                own[argument] = deepcopy(without_nulls(callback["init_args"][argument]))
+    swap = signal_swap(config)
+    if swap is not None:
+        recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": str(noise)}}
+        swaps = callbacks_of(config, "UpscaleCallback")
+        given = arguments.setdefault("UpscaleCallback", [{} for _ in swaps])
+        for own, callback in zip(given, swaps, strict=True):
+            if callback is swap:
+                own["noise"] = recorded
+    if arguments:
+        # once, if all callbacks of a class have the same; otherwise in a list, one by one
+        tuned["callback_args"] = {
+            name: given[0] if all(own == given[0] for own in given) else given for name, given in arguments.items()
+        }
+    return tuned
 
 
 def lay(tuned: Config, config: Config, parts: list[str], value: Any) -> None:
@@ -289,10 +346,7 @@ def signal_swap(config: Config) -> Config | None:
         if noise and class_name(noise) == "SignalNoise":
             found.append(callback)
     if len(found) > 1:
-        raise UserError(
-            "trainer.callbacks: several UpscaleCallbacks have SignalNoise, "
-            "and best.yaml can hold the constants of one only; sweep one growth"
-        )
+        raise UserError("trainer.callbacks: several UpscaleCallbacks have SignalNoise; sweep one growth at a time")
     return found[0] if found else None
 
 

@@ -17,11 +17,9 @@ from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from typing import Any
 
 from mupscale.commands.lab.driver import Ending, Job, failed_words
 from mupscale.commands.lab.run import set_aside, without_announcements
-from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
 from mupscale.commands.process import (
     EXIT_CODE,
@@ -60,17 +58,15 @@ class Worker:
         job, self.job = self.job, None
         assert job is not None
         try:
-            kind, content = self.connection.recv()
+            ending = self.connection.recv()
         except (EOFError, OSError):
             code = self.process.wait()
             number = -code if code < 0 else code - 128 if code in (EXIT_CODE, 128 + signal.SIGINT) else 0
             cause = f"signal {number}" if number else f"exit status {code}"
             return Ending(job, death=f"its process died ({cause})")
-        if kind == "apart":
-            return Ending(job, apart=content)
-        if kind == "error":
-            raise UserError(content or failed_words(job))
-        return Ending(job, content)
+        if isinstance(ending, Ending):
+            return ending
+        raise UserError(ending or failed_words(job))
 
 
 class Workers:
@@ -164,17 +160,15 @@ def receive(connection: Connection, requests: "SimpleQueue[bytes]") -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def carry_out(job: Job) -> tuple[str, Any]:
-    """Makes a job; what the driver gets to know of it."""
+def carry_out(job: Job) -> Ending | str | None:
+    """Makes a job; how it ended, or a line about the error that ended it: None if the error itself is printed."""
     try:
-        return "results", job.carry_out()
-    except Apart as reason:
-        return "apart", str(reason)
+        return job.carry_out()
     except Exception as error:
         line = None if keeps_tracebacks() else line_about(error)
         if line is None:
             traceback.print_exc()
-        return "error", line
+        return line
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ class Spread(NamedTuple):
     """A mean over runs, and its range."""
 
     mean: float
-    low: float
-    high: float
+    min: float
+    max: float
     runs: int
 
 

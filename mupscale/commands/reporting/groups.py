@@ -2,11 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from mupscale.commands.config import Config, brief, class_name
@@ -16,53 +13,36 @@ from mupscale.errors import UserError
 
 Role = Literal["upscaled", "scratch", "base", "other"]
 NAMES: dict[Role, str] = {"upscaled": "upscaled", "scratch": "from scratch", "base": "base"}
-ORDER: list[Role] = ["upscaled", "scratch", "base", "other"]
+"""In the order of the groups. The first group of each has its place in the palette; those of the others follow."""
 
-PLACES: dict[Role, int] = {"upscaled": 0, "scratch": 1, "base": 2}
-"""Places in the palette that the first group of each role has; those of the others follow."""
+PLACES: dict[Role, int] = {role: place for place, role in enumerate(NAMES)}
 
-NO_DIFFERENCE = (
-    "seed_everything",
-    "ckpt_path",
-    "weights_only",
-    "callback_args",
-    "checkpoint.",
-    "loop.",
-    "model.compile",
-    "trainer.accelerator",
-    "trainer.barebones",
-    "trainer.default_root_dir",
-    "trainer.devices",
-    "trainer.enable_",
-    "trainer.log_every_n_steps",
-    "trainer.logger",
-    "trainer.model_registry",
-    "trainer.num_nodes",
-    "trainer.profiler",
-    "trainer.strategy",
-    "TrialMetric.",
+NO_DIFFERENCE = re.compile(
+    r"seed_everything|ckpt_path|weights_only|callback_args|checkpoint\.|loop\.|model\.compile|TrialMetric\."
+    r"|trainer\.(accelerator|barebones|default_root_dir|devices|enable_|log_every_n_steps|logger|model_registry"
+    r"|num_nodes|profiler|strategy)|data\.(.*[._])?(?<!class_)(dir|path|root|cache|device|workers|resident|seed)$"
 )
 """Keys that say where and how a run is run, not what it computes."""
 
-WHERE = re.compile(r"data\.(.*[._])?(?<!class_)(dir|path|root|cache|device|workers|resident|seed)$")
-"""Arguments of data modules that do not change the task."""
-
-FREE = re.compile(r"model\.(width|layers|init_from|compile)$|model\.lr_scheduler\b|model\.optimizer\.(?!class_path$)")
-"""Arguments of the model that may differ within a task: its size and hyperparameters."""
+TASK = re.compile(r"data\.|model\.(?!(width|layers|init_from)$|lr_scheduler\b|optimizer\.(?!class_path$))")
+"""Keys whose values runs must have in common: the data, and the model but for its size and hyperparameters."""
 
 
 @dataclass
 class Group:
     """Runs that differ only in their seeds."""
 
-    role: Role
-    name: str
     runs: list[LoggedRun]
     settings: dict[str, Any]
-    method: str = ""
-    """The name of its growth method in an experiment that compares several."""
+    role: Role = "other"
+    name: str = ""
     place: int = 0
     """In the palette of the figures."""
+
+    @property
+    def method(self) -> str:
+        """The name of its growth method in an experiment that compares several."""
+        return next(filter(None, (run.method for run in self.runs)), "")
 
     @property
     def not_diverged(self) -> list[LoggedRun]:
@@ -83,49 +63,20 @@ class Group:
         """Whether its ends are those of runs in progress."""
         return any(run.in_progress for run in self.counted)
 
-    @property
-    def final(self) -> Spread | None:
-        return spread([run.final for run in self.counted])
+    def mean(self, column: str) -> Spread | None:
+        """The mean and range of a column of the table of runs."""
+        return spread([run.row[column] for run in self.counted])
 
-    @property
-    def flops(self) -> Spread | None:
-        return spread([run.flops for run in self.counted])
-
-    def last(self, metric: str) -> Spread | None:
-        return spread([run.last(metric) for run in self.counted])
-
-    def lowest(self, metric: str) -> Spread | None:
-        return spread([run.lowest(metric)[0] for run in self.counted])
-
-    def by_seed(self, metric: str = "") -> Losses:
-        """The final losses, or the last values of a metric. Of several runs of one seed the first counts."""
-        return {run.seed: run.last(metric) if metric else run.final for run in reversed(self.counted)}
+    def losses(self, column: str) -> Losses:
+        """A column of the table of runs by seed. Of several runs of one seed the first counts."""
+        return {run.seed: run.row[column] for run in reversed(self.counted)}
 
     def of_seed(self, seed: Any) -> LoggedRun | None:
         """The first run of a seed that has not diverged."""
         return next((run for run in self.not_diverged if run.seed == seed), None)
 
 
-# --- one task
-
-
-def refuse_other_tasks(runs: list[LoggedRun]) -> None:
-    """Raises a UserError if the runs differ in more than a report compares."""
-    for run in runs[1:]:
-        ours, theirs = task(runs[0].config), task(run.config)
-        for key in [*ours, *(key for key in theirs if key not in ours)]:
-            if ours.get(key) != theirs.get(key):
-                raise UserError(
-                    f"{runs[0].folder} and {run.folder} are of different tasks: {key} is {ours.get(key)!r} in the one "
-                    f"and {theirs.get(key)!r} in the other; a report compares runs of one task"
-                )
-
-
-def task(config: Config) -> dict[str, Any]:
-    """What runs must have in common to be compared: the data, and the model but for its width and hyperparameters."""
-    free = {"data": WHERE, "model": FREE}
-    flat = {key: value for key, value in flattened(config).items() if key.partition(".")[0] in free}
-    return {key: value for key, value in flat.items() if not free[key.partition(".")[0]].match(key)}
+# --- configurations
 
 
 def flattened(config: Config) -> dict[str, Any]:
@@ -153,34 +104,52 @@ def settings(config: Config) -> dict[str, Any]:
     """What a run computes: its configuration without seed, folders and devices."""
     flat = flattened(config)
     flat["model.init_from"] = "a checkpoint" if flat.get("model.init_from") else None
-    return {key: value for key, value in flat.items() if not (key.startswith(NO_DIFFERENCE) or WHERE.match(key))}
+    return {key: value for key, value in flat.items() if not NO_DIFFERENCE.match(key)}
+
+
+def differing(groups: list[Group]) -> list[tuple[str, list[Any]]]:
+    """The keys in which groups differ, each with the groups' values; "—" where a group does not have the key."""
+    keys = dict.fromkeys(key for group in groups for key in group.settings)
+    rows = [(key, [group.settings.get(key, "—") for group in groups]) for key in keys]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 
 # --- groups
 
 
-def group_runs(runs: list[LoggedRun], method_of: Mapping[Path, str] = MappingProxyType({})) -> list[Group]:
+def group_runs(runs: list[LoggedRun]) -> list[Group]:
     """Runs in groups, each with its role and a name of its own, the upscaled ones first.
 
-    `method_of` has the names of growth methods by the folders of the runs that compare them.
+    Raises a UserError if they differ in more than a report compares.
     """
-    by_settings: dict[str, list[LoggedRun]] = {}
+    by_settings: dict[str, Group] = {}
     for run in runs:
-        by_settings.setdefault(json.dumps(settings(run.config), sort_keys=True, default=str), []).append(run)
+        computed = settings(run.config)
+        key = json.dumps(computed, sort_keys=True, default=str)
+        by_settings.setdefault(key, Group([], computed)).runs.append(run)
+    groups = list(by_settings.values())
+    refuse_other_tasks(groups)
     growing = [run for run in runs if run.grows]
-    groups = []
-    for members in by_settings.values():
-        method = next((method_of[run.folder] for run in members if run.folder in method_of), "")
-        groups.append(Group(role_of(members, growing), "", members, settings(members[0].config), method))
-    groups.sort(key=lambda group: ORDER.index(group.role))
-    name_groups(groups)
-    firsts = {group.role: group for group in reversed(groups)}
-    others = count(len(PLACES))
     for group in groups:
-        is_first = group.role in PLACES and firsts[group.role] is group
-        group.place = PLACES[group.role] if is_first else next(others)
+        group.role = role_of(group.runs, growing)
         group.runs.sort(key=lambda run: (str(type(run.seed)), run.seed))
+    groups.sort(key=lambda group: PLACES.get(group.role, len(PLACES)))
+    name_groups(groups)
+    places, others = dict(PLACES), count(len(PLACES))
+    for group in groups:
+        group.place = places.pop(group.role) if group.role in places else next(others)
     return groups
+
+
+def refuse_other_tasks(groups: list[Group]) -> None:
+    """Raises a UserError if groups differ in the data, or in the model but for its size and hyperparameters."""
+    for group in groups[1:]:
+        for key, (ours, theirs) in differing([groups[0], group]):
+            if TASK.match(key):
+                raise UserError(
+                    f"{groups[0].runs[0].folder} and {group.runs[0].folder} are of different tasks: {key} is {ours!r} "
+                    f"in the one and {theirs!r} in the other; a report compares runs of one task"
+                )
 
 
 def role_of(runs: list[LoggedRun], growing: list[LoggedRun]) -> Role:
@@ -227,14 +196,3 @@ def folder_name(runs: list[LoggedRun]) -> str:
     parts = [[part for part in run.folder.resolve().parts if not part.startswith("seed=")] for run in runs]
     common = [names[0] for names in zip(*parts, strict=False) if len(set(names)) == 1]
     return re.sub(r",seed=\d+$", "", common[-1] if len(common) > 1 else parts[0][-1])
-
-
-def differing(groups: list[Group]) -> list[tuple[str, list[Any]]]:
-    """The keys in which groups differ, each with the groups' values; "—" where a group does not have the key."""
-    keys = dict.fromkeys(key for group in groups for key in group.settings)
-    rows = []
-    for key in keys:
-        values = [group.settings.get(key, "—") for group in groups]
-        if len({repr(value) for value in values}) > 1:
-            rows.append((key, values))
-    return rows

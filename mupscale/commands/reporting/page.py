@@ -1,33 +1,22 @@
-"""The page of a report: sections of sentences, tables and pictures, in one HTML file that needs no other."""
+"""The page of a report: one HTML file that needs no other. Its template has the tables and the fixed texts."""
 
 import base64
+import csv
+import json
 import re
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from mupscale.commands.config import brief
 from mupscale.commands.figures import PALETTE
+from mupscale.commands.reporting import words
+from mupscale.commands.reporting.folders import EDGE
+from mupscale.commands.reporting.groups import differing
 
-GENERATOR = '<meta name="generator" content="mupscale report">'
-"""The line of the template by which a page is recognised as a report."""
-
-NUMBER = re.compile(r"(-?[0-9][0-9.,e+-]*×?( \(.*\))?|—)?")
-
-
-class Cell(NamedTuple):
-    """A text in a table; the name of a group has the CSS class of its colour."""
-
-    text: str
-    colour: str = ""
-
-
-class Table(NamedTuple):
-    head: list[str]
-    rows: list[list[Cell]]
-    is_number: list[bool]
-    is_code: bool
+LONG_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]{5,}(e-?[0-9]+)?")
 
 
 class Picture(NamedTuple):
@@ -36,41 +25,8 @@ class Picture(NamedTuple):
     caption: str = ""
 
 
-class Details(NamedTuple):
-    """What the page shows when its summary is clicked: a table, or a text as it is."""
-
-    summary: str
-    content: Table | str
-
-
-class Section(NamedTuple):
-    """A part of the page, in the order of its fields. Empty fields are left out."""
-
-    heading: str
-    text: Sequence[str] = ()
-    legend: Sequence[Cell] = ()
-    pictures: Sequence[Picture] = ()
-    has_wide_pictures: bool = False
-    """Whether each picture has a line of its own."""
-    tables: Sequence[tuple[str, Table]] = ()
-    """Each with a heading, which may be empty."""
-    fine: Sequence[str] = ()
-    """Paragraphs in small print."""
-    commands: Sequence[str] = ()
-    details: Sequence[Details] = ()
-
-
-class Opening(NamedTuple):
-    """The top of the page. Each verdict is a list of sentences, the first of them in bold."""
-
-    title: str
-    verdicts: Sequence[Sequence[str]]
-    further_verdicts: Sequence[Sequence[str]] = ()
-    """Shown when they are clicked."""
-    notes: Sequence[str] = ()
-
-
-def render_page(opening: Opening, sections: Sequence[Section]) -> str:
+def render_page(**content: Any) -> str:
+    """The page with what the template asks for."""
     environment = Environment(
         loader=PackageLoader("mupscale.commands.reporting", package_path=""),
         autoescape=True,
@@ -78,23 +34,33 @@ def render_page(opening: Opening, sections: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    functions = {name: each for name, each in vars(words).items() if callable(each)}
+    environment.filters |= {**functions, "brief": brief, "differing": differing, "read_table": read_table}
+    environment.filters["read_pictures"] = read_pictures
+    environment.filters["as_json"] = partial(json.dumps, indent=2, ensure_ascii=False)
     template = environment.get_template("page.html.jinja")
-    return template.render(opening=opening, sections=sections, palette=PALETTE).lstrip()
+    return template.render(content, palette=PALETTE, edge=EDGE).lstrip()
 
 
-def make_table(head: list[str], rows: Sequence[Sequence[str | Cell]], *, is_code: bool = False) -> Table:
-    """A table in which columns of numbers stand to the right."""
-    cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
-    is_number = []
-    for column in range(len(head)):
-        given = [row[column] for row in cells]
-        is_number.append(not is_code and all(not cell.colour and NUMBER.fullmatch(cell.text) for cell in given))
-    return Table(head, cells, is_number, is_code)
+def picture(path: Path, title: str, more: str | None = None) -> Picture:
+    """A picture with the caption `title` and `more`; without a caption if that is None."""
+    source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return Picture(source, title, "" if more is None else f"{words.capital(title)}{more}.")
 
 
-def read_pictures(paths: Sequence[Path]) -> list[Picture]:
-    return [Picture(data_uri(path), path.stem) for path in paths if path.is_file()]
+def read_pictures(folder: Path, *names: str) -> list[Picture]:
+    """Those of the pictures with these names that are in a folder."""
+    paths = [folder / f"{name}.png" for name in names]
+    return [picture(path, path.stem) for path in paths if path.is_file()]
 
 
-def data_uri(path: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, with short numbers; none if there is no file."""
+    if not path.is_file():
+        return []
+    rows = csv.DictReader(path.read_text().splitlines())
+    return [{key: short(cell) for key, cell in row.items()} for row in rows]
+
+
+def short(cell: str) -> str:
+    return f"{float(cell):.5g}" if LONG_DECIMAL.fullmatch(cell) else cell

@@ -2,15 +2,16 @@
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupscale.commands.reporting.compare import Difference, compare
+from mupscale.commands.reporting.compare import Difference, Spread, compare, mean_of, spread
 from mupscale.commands.reporting.folders import Found, SweepFolder
 from mupscale.commands.reporting.groups import Group
-from mupscale.commands.reporting.runs import FloatArray, LoggedRun
+from mupscale.commands.reporting.runs import FloatArray, Line, LoggedRun
 from mupscale.flops import first_reach, speedup
 
 SHARE = 0.02
@@ -32,10 +33,12 @@ class Windows:
     size: int
     every: int
     epochs: bool
+    per_epoch: int | None = None
+    """The steps of an epoch, if known."""
 
-    def of(self, run: LoggedRun) -> tuple[FloatArray, FloatArray]:
+    def of(self, run: LoggedRun) -> Line:
         """The ends of a run's windows (in steps) and the mean of the losses logged in each."""
-        steps, losses = finite_losses(run)
+        steps, losses = run.curve
         if not len(steps):
             return np.empty(0), np.empty(0)
         reached = int(steps[-1])
@@ -51,15 +54,12 @@ class Windows:
     def length(self) -> str:
         return "an epoch" if self.epochs else f"{self.size:,} steps"
 
-
-def finite_losses(run: LoggedRun) -> tuple[FloatArray, FloatArray]:
-    """The steps and losses that a run has logged, until one that is not finite."""
-    finite = np.isfinite(run.losses)
-    count = len(finite) if finite.all() else int(finite.argmin())
-    return run.steps[:count], run.losses[:count]
+    @property
+    def words(self) -> str:
+        return f"{'mean' if self.epochs else 'running mean'} over {self.length}"
 
 
-def trailing_means(x: FloatArray, y: FloatArray, ends: FloatArray, size: float) -> tuple[FloatArray, FloatArray]:
+def trailing_means(x: FloatArray, y: FloatArray, ends: FloatArray, size: float) -> Line:
     """The mean of the values within `size` before each end; and these ends, without those that have no value."""
     sums = np.concatenate([[0.0], np.cumsum(y, dtype=float)])
     last = np.searchsorted(x, ends, side="right")
@@ -68,25 +68,32 @@ def trailing_means(x: FloatArray, y: FloatArray, ends: FloatArray, size: float) 
     return ends[filled], (sums[last] - sums[first])[filled] / (last - first)[filled]
 
 
-def windows_of(runs: list[LoggedRun]) -> tuple[Windows, int | None]:
-    """One window for all runs, so that their minima can be compared; and the steps of an epoch, if known."""
+def windows_of(runs: list[LoggedRun]) -> Windows:
+    """One window for all runs, so that their minima can be compared."""
     per_epoch = next((steps for run in runs if (steps := run.planned("steps_per_epoch"))), None)
-    interval = max(run.interval for run in runs)
+    interval = max((run.interval for run in runs), default=1)
     planned = [run.planned_steps or run.last_step for run in runs]
     if per_epoch and per_epoch >= interval:
         many_epochs = min(planned) >= FEWEST * per_epoch
         if many_epochs or all(run.counts_epochs for run in runs):
-            return Windows(per_epoch, per_epoch, True), per_epoch
-    steps = max(planned)
+            return Windows(per_epoch, per_epoch, True, per_epoch)
+    steps = max(planned, default=1)
     wanted = max(math.ceil(SHARE * steps), FEWEST * interval)
-    return Windows(max(min(wanted, steps // FEWEST), interval), interval, False), per_epoch
+    return Windows(max(min(wanted, steps // FEWEST), interval), interval, False, per_epoch)
 
 
-# --- comparisons and costs
+# --- a group beside one from scratch
+
+CHARGES = {
+    "upscaled": ("upscaled, until it reaches that minimum", "than training from scratch", []),
+    "tuning": ("… and tuning", "with tuning charged", ["tuning"]),
+    "base": ("… and the base model", "with the base model charged", ["base"]),
+    "both": ("… and both", "with both charged", ["tuning", "base"]),
+}
+"""What is charged: in the table of costs, in the verdict, and what of it there is besides the upscaled run itself."""
 
 
-@dataclass
-class Reach:
+class Reach(NamedTuple):
     """When an upscaled run reached the minimum of the from-scratch run of its seed; `step` is None if never."""
 
     seed: Any
@@ -98,182 +105,82 @@ class Reach:
 
 
 class Cost(NamedTuple):
-    """What is charged (a key of COST_LABELS), its FLOPs, and how many times cheaper than from scratch it is."""
+    """What is charged, its FLOPs, and how many times cheaper than from scratch it is."""
 
     kind: str
     flops: float
-    factor: float
+    speedup: float
+    charged: str
 
 
-@dataclass
 class Comparison:
-    """An upscaled group beside one from scratch."""
+    """An upscaled group beside the one of several from scratch that ends lowest."""
 
-    upscaled: Group
-    scratch: Group
-    candidates: int
-    """Among how many groups from scratch this one ends lowest."""
-    reaches: list[Reach] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    costs: dict[str, Cost] = field(default_factory=dict)
-    """As the paper's appendix "Evaluation criteria" charges them, those that are known; none if a run misses it."""
+    def __init__(self, upscaled: Group, candidates: list[Group], numbers: "Numbers") -> None:
+        self.upscaled, self.candidates = upscaled, len(candidates)
+        self.scratch = min(candidates, key=lambda group: mean_of(group.losses("final_loss")))
+        self.reaches: list[Reach] = []
+        self.notes: list[str] = []
+        self.costs: dict[str, Cost] = {}
+        """As the paper's appendix "Evaluation criteria" charges them, those that are known; none if a run misses it."""
+        pairs = []
+        for run in upscaled.not_diverged:
+            partner = self.scratch.of_seed(run.seed)
+            if partner is None:
+                seed = f"Seed {run.seed} of {upscaled.name}"
+                self.notes.append(f"{seed} has no partner from scratch, and is in no comparison by seed.")
+            elif len(run.means) and len(partner.means):
+                reach = reach_of(run, partner, numbers.windows)
+                run.row |= {f"reach_{name}": getattr(reach, name) for name in ("step", "epoch", "flops")}
+                pairs.append((run, partner))
+                self.reaches.append(reach)
+        alone = [str(run.seed) for run in self.scratch.not_diverged if upscaled.of_seed(run.seed) is None]
+        if alone:
+            self.notes.append(f"No {upscaled.name} run for seed {', '.join(alone)} of {self.scratch.name}.")
+        if self.reached:
+            self._charge(pairs, numbers)
 
     @property
     def reached(self) -> bool:
         """Whether every pair of runs has reached the minimum."""
-        return bool(self.reaches) and all(reach.step is not None for reach in self.reaches)
+        return self.reached_at("step") is not None
 
-    def difference(self, metric: str = "") -> Difference:
+    def reached_at(self, unit: str) -> Spread | None:
+        """The steps, or epochs, at which all pairs of runs have reached the minimum; None if one has not."""
+        places = [getattr(reach, unit) for reach in self.reaches]
+        return None if None in places else spread(places)
+
+    def difference(self, column: str = "final_loss") -> Difference:
         """By how much the upscaled group ends lower, in its final loss or in a validation metric, seed by seed."""
-        return compare(self.upscaled.by_seed(metric), self.scratch.by_seed(metric), pairs=self.candidates)
+        return compare(self.upscaled.losses(column), self.scratch.losses(column), pairs=self.candidates)
 
+    def _charge(self, pairs: list[tuple[LoggedRun, LoggedRun]], numbers: "Numbers") -> None:
+        # what all sweeps have cost, without those that tuned other growth methods
+        tuning = [each.flops for each in numbers.tuning if each.sweep.method in ("", self.upscaled.method)]
+        base = self._base_cost([run for run, _ in pairs], numbers.groups)
+        known = {"tuning": sum(tuning) if tuning else math.nan, "base": base}
+        whole = statistics.fmean(partner.flops for _, partner in pairs)
+        until = statistics.fmean(reach.flops for reach in self.reaches)
+        for kind, (label, _, more) in CHARGES.items():
+            charged = [until, *(known[name] for name in more)]
+            if math.isfinite(whole + sum(charged)):
+                self.costs.setdefault("scratch", Cost("scratch", whole, 1.0, "from scratch"))
+                self.costs[kind] = Cost(kind, sum(charged), speedup(whole, *charged), label)
 
-@dataclass
-class Tuning:
-    """What a sweep has cost, and how much cheaper a run of it is than one at the target width."""
-
-    sweep: SweepFolder
-    trials: int
-    uncounted: int
-    flops: float
-    width: str = ""
-    ratio: float | None = None
-    target: str = ""
-
-
-@dataclass
-class Numbers:
-    """The numbers of all runs, comparisons and sweeps. `recorded` is the metric that final losses are, if the runs
-    recorded them.
-    """
-
-    windows: Windows
-    per_epoch: int | None
-    recorded: str | None
-    metrics: list[str]
-    """The validation metrics that are there."""
-    comparisons: list[Comparison] = field(default_factory=list)
-    tuning: list[Tuning] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def validation_losses(self) -> list[str]:
-        return [metric for metric in self.metrics if metric.endswith("loss")]
-
-    def comparison_of(self, upscaled: Group | None) -> Comparison | None:
-        return next((each for each in self.comparisons if each.upscaled is upscaled), None)
-
-    def reach_of(self, run: LoggedRun, group: Group | None) -> Reach | None:
-        comparison = self.comparison_of(group)
-        reaches = comparison.reaches if comparison else []
-        return next((reach for reach in reaches if reach.seed == run.seed), None)
-
-
-def compute_numbers(found: Found, groups: list[Group]) -> Numbers:
-    """The numbers of the groups; sets the windows and final losses of their runs."""
-    runs = [run for group in groups for run in group.runs]
-    windows, per_epoch = windows_of(runs)
-    metrics = sorted({name for run in runs for name in run.log.validation})
-    numbers = Numbers(windows, per_epoch, recorded_metric(runs), metrics)
-    for run in runs:
-        run.ends, run.means = windows.of(run)
-        if numbers.recorded and run.value is not None:
-            run.final = run.value
-        elif len(run.means):
-            run.final = float(run.means[-1])
-        if run.diverged_at is not None:
-            run.final = math.nan
-    for group in groups:
-        numbers.notes += notes_on(group, windows)
-    if any(math.isnan(run.flops) for run in runs):
-        numbers.notes.append("Some runs have logged no FLOPs: they are in no figure against FLOPs, and in no costs.")
-    numbers.tuning = [tuning_of(sweep, groups) for sweep in found.sweeps]
-    for each in numbers.tuning:
-        if each.uncounted:
-            trials = f"{each.uncounted} of {each.trials} trials of {each.sweep.name}"
-            numbers.notes.append(f"{trials} have logged no FLOPs, or are gone: tuning cost more than is said.")
-    for upscaled in (group for group in groups if group.role == "upscaled"):
-        size = upscaled.runs[0].end_size
-        candidates = [group for group in groups if group.role == "scratch" and group.runs[0].end_size == size]
-        if candidates:
-            scratch = min(candidates, key=lambda group: final.mean if (final := group.final) else math.inf)
-            comparison = Comparison(upscaled, scratch, len(candidates))
-            complete(comparison, groups, numbers)
-            numbers.comparisons.append(comparison)
-    return numbers
-
-
-def recorded_metric(runs: list[LoggedRun]) -> str | None:
-    """The mean training loss over the last steps, if every run that has not diverged recorded the same one."""
-    metrics = {run.metric if run.value is not None else None for run in runs if run.diverged_at is None}
-    metric = metrics.pop() if len(metrics) == 1 else None
-    return metric if metric and metric.startswith("last_") else None
-
-
-def notes_on(group: Group, windows: Windows) -> list[str]:
-    """What a reader must know of runs that are not as they should be."""
-    notes = []
-    seeds = [run.seed for run in group.runs]
-    if repeated := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
-        notes.append(
-            f"{group.name} has several runs of seed {', '.join(map(str, repeated))}: "
-            "all count, and the first is compared by seed."
-        )
-    for run in group.runs:
-        name = f"{group.name}, seed {run.seed} ({run.folder})"
-        if run.diverged_at is not None:
-            notes.append(f"{name}: {run.state}: it is left out of means.")
-        elif run.in_progress:
-            notes.append(f"{name}: {run.state}.")
-        elif run.grows and not run.growths:
-            notes.append(f"{name} ended after {run.state}, before it grew.")
-        elif not len(run.means):
-            notes.append(f"{name} has no full window of {windows.length} yet.")
-    return notes
-
-
-def complete(comparison: Comparison, groups: list[Group], numbers: Numbers) -> None:
-    """Adds to a comparison when its runs reach the minimum from scratch, what that costs, and notes."""
-    upscaled, scratch = comparison.upscaled, comparison.scratch
-    pairs = []
-    for run in upscaled.not_diverged:
-        partner = scratch.of_seed(run.seed)
-        if partner is None:
-            comparison.notes.append(
-                f"Seed {run.seed} of {upscaled.name} has no partner from scratch, and is in no comparison by seed."
-            )
-        elif len(run.means) and len(partner.means):
-            pairs.append((run, partner))
-            comparison.reaches.append(reach_of(run, partner, numbers.windows))
-    alone = [run.seed for run in scratch.not_diverged if upscaled.of_seed(run.seed) is None]
-    if alone:
-        comparison.notes.append(f"No {upscaled.name} run for seed {', '.join(map(str, alone))} of {scratch.name}.")
-    if not comparison.reached:
-        return
-    base, missing = base_cost([run for run, _ in pairs], groups)
-    comparison.notes += missing
-    # what all sweeps have cost, without those that tuned other growth methods
-    tuning = [sweep.flops for sweep in numbers.tuning if sweep.sweep.method in ("", upscaled.method)]
-    whole = statistics.fmean(partner.flops for _, partner in pairs)
-    until = statistics.fmean(reach.flops for reach in comparison.reaches)
-    if math.isfinite(whole) and math.isfinite(until):
-        comparison.costs = costs_of(whole, until, sum(tuning) if tuning else None, base)
-
-
-def costs_of(scratch: float, upscaled: float, tuning: float | None, base: float | None) -> dict[str, Cost]:
-    """The costs by what is charged; without those of which a part is not known."""
-    charges: dict[str, list[float | None]] = {
-        "upscaled": [upscaled],
-        "tuning": [upscaled, tuning],
-        "base": [upscaled, base],
-        "both": [upscaled, tuning, base],
-    }
-    answer = {"scratch": Cost("scratch", scratch, 1.0)}
-    for kind, charged in charges.items():
-        known = [cost for cost in charged if cost is not None]
-        if len(known) == len(charged):
-            answer[kind] = Cost(kind, sum(known), speedup(scratch, *known))
-    return answer
+    def _base_cost(self, runs: list[LoggedRun], groups: list[Group]) -> float:
+        """The mean cost of the base models that runs started from; NaN, with a note, if one of them is not known."""
+        if all(run.init_from is None for run in runs):
+            self.notes.append("The base model's training is part of the upscaled runs, and so of their cost.")
+            return math.nan
+        costs = []
+        for run in runs:
+            source = base_of(run, groups)
+            if source is None:
+                model = f"The base model of seed {run.seed}, {run.init_from},"
+                self.notes.append(f"{model} is not among the runs: its cost is not charged.")
+                return math.nan
+            costs.append(source.flops)
+        return statistics.fmean(costs)
 
 
 def reach_of(ours: LoggedRun, theirs: LoggedRun, windows: Windows) -> Reach:
@@ -284,20 +191,6 @@ def reach_of(ours: LoggedRun, theirs: LoggedRun, windows: Windows) -> Reach:
     epoch = window if windows.epochs else None
     flops = math.nan if step is None else ours.flops_at(step)
     return Reach(ours.seed, target, step, epoch, flops, int(ours.ends[-1]))
-
-
-def base_cost(runs: list[LoggedRun], groups: list[Group]) -> tuple[float | None, list[str]]:
-    """The mean cost of the base models that runs started from, None if one of them is not known; and notes."""
-    if all(run.init_from is None for run in runs):
-        return None, ["The base model's training is part of the upscaled runs, and so of their cost."]
-    costs = []
-    for run in runs:
-        source = base_of(run, groups)
-        if source is None:
-            model = f"The base model of seed {run.seed}, {run.init_from},"
-            return None, [f"{model} is not among the runs: its cost is not charged."]
-        costs.append(source.flops)
-    return (statistics.fmean(costs), []) if all(math.isfinite(cost) for cost in costs) else (None, [])
 
 
 def base_of(run: LoggedRun, groups: list[Group]) -> LoggedRun | None:
@@ -313,21 +206,114 @@ def base_of(run: LoggedRun, groups: list[Group]) -> LoggedRun | None:
     return next((each for each in named if each.folder.resolve() in path.resolve().parents), next(alike, None))
 
 
-def tuning_of(sweep: SweepFolder, groups: list[Group]) -> Tuning:
-    """The cost of a sweep's trials, as they logged it."""
-    runs = [LoggedRun(folder) for folder in sweep.trials]
-    logged = [run for run in runs if run.has_loss]
-    known = [run.flops for run in logged if math.isfinite(run.flops)]
-    trials = len(runs) + sweep.lost
-    tuning = Tuning(sweep, trials, trials - len(known), sum(known))
-    example = next((run for run in logged if run.grows), next(iter(logged), None))
-    if example is None:
-        return tuning
-    tuning.width = example.width_range
-    upscaled = next((group.runs[0] for group in groups if group.role == "upscaled"), None)
-    if upscaled is not None and example.grows and upscaled.end_size != example.end_size:
-        tuning.target = upscaled.width_range
-        costs_of_a_step = upscaled.flops_per_step, example.flops_per_step
-        if all(cost > 0 for cost in costs_of_a_step):  # NaN if a run has logged no FLOPs
-            tuning.ratio = speedup(*costs_of_a_step)
-    return tuning
+# --- sweeps
+
+
+class Tuning:
+    """What a sweep has cost, and how much cheaper a run of it is than one at the target width."""
+
+    def __init__(self, sweep: SweepFolder, groups: list[Group]) -> None:
+        runs = [LoggedRun(folder) for folder in sweep.trials]
+        logged = [run for run in runs if run.has_loss]
+        known = [run.flops for run in logged if math.isfinite(run.flops)]
+        self.sweep, self.trials = sweep, len(runs) + sweep.lost
+        self.uncounted, self.flops = self.trials - len(known), sum(known)
+        self.width = self.target = ""
+        self.speedup: float | None = None
+        example = next((run for run in logged if run.grows), next(iter(logged), None))
+        upscaled = next((group.runs[0] for group in groups if group.role == "upscaled"), None)
+        if example is not None:
+            self.width = example.width_range
+        if example is not None and example.grows and upscaled is not None and upscaled.end_size != example.end_size:
+            self.target = upscaled.width_range
+            costs_of_a_step = upscaled.flops_per_step, example.flops_per_step
+            if all(cost > 0 for cost in costs_of_a_step):  # NaN if a run has logged no FLOPs
+                self.speedup = speedup(*costs_of_a_step)
+
+
+# --- all runs
+
+
+class Numbers:
+    """The numbers of all runs, comparisons and sweeps; sets the windows of the runs and their rows."""
+
+    def __init__(self, found: Found, groups: list[Group]) -> None:
+        runs = [run for group in groups for run in group.runs]
+        self.groups, self.windows = groups, windows_of(runs)
+        self.recorded = recorded_metric(runs)
+        """The metric that final losses are, if the runs recorded them."""
+        self.metrics = sorted({name for run in runs for name in run.log.validation})
+        """The validation metrics that are there."""
+        self.lowest = [f"lowest {metric}" for metric in self.metrics if metric.endswith("loss")]
+        for group in groups:
+            for run in group.runs:
+                run.ends, run.means = self.windows.of(run)
+                run.row = self._row(run, group)
+        self.notes = [note for group in groups for note in notes_on(group, self.windows)]
+        if any(math.isnan(run.flops) for run in runs):
+            self.notes.append("Some runs have logged no FLOPs: they are in no figure against FLOPs, and in no costs.")
+        self.tuning = [Tuning(sweep, groups) for sweep in found.sweeps if groups]
+        for each in self.tuning:
+            if each.uncounted:
+                trials = f"{each.uncounted} of {each.trials} trials of {each.sweep.name}"
+                self.notes.append(f"{trials} have logged no FLOPs, or are gone: tuning cost more than is said.")
+        self.comparisons: list[Comparison] = []
+        for upscaled in (group for group in groups if group.role == "upscaled"):
+            size = upscaled.runs[0].end_size
+            candidates = [group for group in groups if group.role == "scratch" and group.runs[0].end_size == size]
+            if candidates:
+                self.comparisons.append(Comparison(upscaled, candidates, self))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each run."""
+        return [run.row for group in self.groups for run in group.runs]
+
+    def comparison_of(self, upscaled: Group | None) -> Comparison | None:
+        return next((each for each in self.comparisons if each.upscaled is upscaled), None)
+
+    def _row(self, run: LoggedRun, group: Group) -> dict[str, Any]:
+        final = float(run.means[-1]) if len(run.means) else math.nan
+        if self.recorded and run.value is not None:
+            final = run.value
+        return {
+            "group": group.name,
+            "seed": run.seed,
+            "folder": str(run.folder),
+            "start_width": run.start_width,
+            "width": run.end_width,
+            "steps": run.last_step,
+            "state": run.state,
+            "final_loss": final if run.diverged_at is None else math.nan,
+            "min_loss": float(run.means.min()) if len(run.means) else None,
+            **{metric: run.last(metric) for metric in self.metrics},
+            **{column: run.lowest(column.removeprefix("lowest "))[0] for column in self.lowest},
+            **{f"step of {column}": run.lowest(column.removeprefix("lowest "))[1] for column in self.lowest},
+            "flops": run.flops,
+            **dict.fromkeys(("reach_step", "reach_epoch", "reach_flops")),
+        }
+
+
+def recorded_metric(runs: list[LoggedRun]) -> str | None:
+    """The mean training loss over the last steps, if every run that has not diverged recorded the same one."""
+    metrics = {run.metric if run.value is not None else None for run in runs if run.diverged_at is None}
+    metric = metrics.pop() if len(metrics) == 1 else None
+    return metric if metric and metric.startswith("last_") else None
+
+
+def notes_on(group: Group, windows: Windows) -> Iterator[str]:
+    """What a reader must know of runs that are not as they should be."""
+    seeds = [run.seed for run in group.runs]
+    if repeated := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+        several = f"{group.name} has several runs of seed {', '.join(map(str, repeated))}"
+        yield f"{several}: all count, and the first is compared by seed."
+    for run in group.runs:
+        name = f"{group.name}, seed {run.seed} ({run.folder})"
+        if run.diverged_at is not None:
+            yield f"{name}: {run.state}: it is left out of means."
+        elif run.in_progress:
+            yield f"{name}: {run.state}."
+        elif run.grows and not run.growths:
+            yield f"{name} ended after {run.state}, before it grew."
+        elif not len(run.means):
+            yield f"{name} has no full window of {windows.length} yet."

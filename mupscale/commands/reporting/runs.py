@@ -1,154 +1,122 @@
 """A run read from its folder: its configuration, its numbers and its curves. Needs no torch."""
 
 import math
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
-from mupscale.commands.config import Config, callbacks_of, read_json
+from mupscale.commands.checkpoints import RESULT, read_run
+from mupscale.commands.config import Config, callbacks_of, class_name, read_json
 from mupscale.commands.event_files import read_log
-from mupscale.commands.run_folder import RESULT, read_run
-from mupscale.data_files import interpreting, what_is_wrong, yaml_of
-from mupscale.errors import UserError
+from mupscale.data_files import interpreting, read_yaml
 
 FloatArray = npt.NDArray[np.float64]
+Line = tuple[FloatArray, FloatArray]
+"""The places and the values of a curve."""
 
 AT_GROWTH = ("loss_before", "loss_after", "seconds")
 """Numbers of a growth in result.json: the losses of the next batch just before and after it, and its pause."""
 
 
+class RunSize(NamedTuple):
+    width: Any
+    layers: Any
+
+
 class LoggedRun:
-    """A folder with a config.yaml and TensorBoard events. Raises a UserError if the configuration cannot be read."""
+    """A run in its folder. Raises a UserError if its configuration, or its result, is none."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.text = (folder / "config.yaml").read_text()
-        try:
-            self.config: Config = yaml_of(self.text)
-            self.seed = self.config["seed_everything"]
-            if isinstance(callback := self.config["trainer"]["callbacks"], dict):
-                self.config["trainer"]["callbacks"] = [callback]
-            self.start_size, self.end_size = sizes(self.config)
-            self._refuse_other_content()
-        except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = f"{folder / 'config.yaml'} is not the configuration of a run: {what_is_wrong(error)}"
-            raise UserError(problem) from error
-        self.log = read_log(folder)
-        self.plan = read_run(folder)
-        self.result = read_result(folder)
+        path = folder / "config.yaml"
+        self.config: Config = read_yaml(path)
+        with interpreting(f"{path} is not the configuration of a run"):
+            self._read_config()
+        self.log, self.plan, self.result = read_log(folder), read_run(folder), read_result(folder)
         self.steps: FloatArray = np.array(sorted(self.log.loss), dtype=float)
         self.losses: FloatArray = np.array([self.log.loss[int(step)] for step in self.steps], dtype=float)
+        self.has_loss = len(self.steps) > 0
+        self.last_step = int(self.steps[-1]) if self.has_loss else 0
+        self.value: float | None = self.result.get("value")
+        """The metric of a run that `sweep` or `experiment` finished: over every step, not only the logged ones."""
+        bad = self.steps[~np.isfinite(self.losses)]
+        well = self.steps < min(bad, default=math.inf)
+        self.curve: Line = self.steps[well], self.losses[well]
+        """The steps and losses that it has logged, until one that is not finite."""
+        is_finite = self.value is None or math.isfinite(self.value)
+        self.diverged_at = int(bad[0]) if len(bad) else None if is_finite else self.last_step
+        """The step of the first loss that is not finite; the last step if only the result is not."""
         self.ends: FloatArray = np.empty(0)
         self.means: FloatArray = np.empty(0)
-        """The ends of windows of steps, and the mean losses in them. They and `final` follow from all runs compared."""
-        self.final = math.nan
+        """The ends of windows of steps, and the mean losses in them. They and `row` follow from all runs compared."""
+        self.row: dict[str, Any] = {}
+        """The numbers of this run, by the columns of the table of runs."""
+        self.method = ""
+        """Its growth method, in an experiment that compares several."""
 
-    def _refuse_other_content(self) -> None:
-        """TypeError, KeyError or ValueError for a configuration that no run has."""
-        trainer = self.config["trainer"]
-        for key in ("max_steps", "max_epochs", "log_every_n_steps"):
-            if not isinstance(trainer[key], int | None):
-                raise TypeError(f"trainer.{key} is {trainer[key]!r}")
-        for described in (self.config["model"], self.config["data"], *(trainer["callbacks"] or [])):
-            if not isinstance(described["class_path"], str):
-                raise TypeError(f"class_path is {described['class_path']!r}")
-
-    @property
-    def model(self) -> Config:
-        return self.config["model"]
-
-    @property
-    def start_width(self) -> Any:
-        """The width at the start, in words with the layers if these become more."""
-        return self._width(self.start_size)
-
-    @property
-    def end_width(self) -> Any:
-        return self._width(self.end_size)
-
-    def _width(self, size: "RunSize") -> Any:
-        is_deeper = self.start_size.layers != self.end_size.layers
-        return f"{size.width} with {size.layers} layers" if is_deeper else size.width
-
-    @property
-    def grows(self) -> bool:
-        return self.start_size != self.end_size
-
-    @property
-    def width_range(self) -> str:
+    def _read_config(self) -> None:
+        trainer, model = self.config["trainer"], self.config["model"]
+        if isinstance(callback := trainer["callbacks"], dict):
+            trainer["callbacks"] = [callback]
+        self.seed = self.config["seed_everything"]
+        self.task = f"{class_name(model)} on {class_name(self.config['data'])}"
+        init_from = model["init_args"].get("init_from")
+        self.init_from = Path(init_from) if init_from else None
+        self.max_steps, epochs = (int(trainer[key] or -1) for key in ("max_steps", "max_epochs"))
+        self.counts_epochs = self.max_steps == -1 and epochs != -1
+        """Whether the configuration gives the length of the run in epochs."""
+        self.interval = int(trainer["log_every_n_steps"] or 50)
+        """The number of steps from one logged loss to the next."""
+        metrics = [judge["init_args"]["metric"] for judge in callbacks_of(self.config, "TrialMetric")]
+        self.metric = metrics[0] if metrics else None
+        """The name of the metric whose value is in the result."""
+        self.swaps = [swap["init_args"] for swap in callbacks_of(self.config, "UpscaleCallback")]
+        self.swaps.sort(key=lambda swap: int(swap["at_step"]))
+        size = RunSize(*(model["init_args"].get(key) for key in RunSize._fields))
+        self.start_size = self.end_size = size
+        for swap in self.swaps:
+            grown = {key: swap[key] for key in RunSize._fields if swap.get(key) is not None}
+            self.end_size = self.end_size._replace(**grown)
+        self.grows = self.start_size != self.end_size
+        sizes, is_deeper = (self.start_size, self.end_size), self.start_size.layers != self.end_size.layers
+        widths: list[Any] = [f"{each.width} with {each.layers} layers" if is_deeper else each.width for each in sizes]
+        self.start_width, self.end_width = widths
+        """In words with the layers if these become more."""
+        self.width_range = " → ".join(map(str, widths if self.grows else widths[:1]))
         """`100 → 400`, or the one width of a run that does not grow."""
-        return f"{self.start_width} → {self.end_width}" if self.grows else str(self.start_width)
-
-    @property
-    def init_from(self) -> Path | None:
-        path = self.model["init_args"].get("init_from")
-        return Path(path) if path else None
 
     @property
     def growths(self) -> list[int]:
         """The steps before which the network grew."""
-        steps = sorted({swap["init_args"]["at_step"] for swap in callbacks_of(self.config, "UpscaleCallback")})
-        return [step for step in steps if self.has_loss and step < self.last_step]
+        return sorted({swap["at_step"] for swap in self.swaps if swap["at_step"] < self.last_step})
 
     @property
     def last_growth(self) -> dict[str, float]:
         """The numbers AT_GROWTH of the last growth; empty until the run has ended."""
-        growths = self.result.get("growths") or [{}]
-        return {name: float(growths[-1][name]) for name in AT_GROWTH if name in growths[-1]}
+        return (self.result.get("growths") or [{}])[-1]
 
-    @property
-    def has_loss(self) -> bool:
-        return len(self.steps) > 0
-
-    @property
-    def last_step(self) -> int:
-        return int(self.steps[-1])
-
-    @property
-    def interval(self) -> int:
-        """The number of steps from one logged loss to the next."""
-        return int(self.config["trainer"]["log_every_n_steps"] or 50)
-
-    @cached_property
-    def diverged_at(self) -> int | None:
-        """The step of the first loss that is not finite; the last step if only the result is not."""
-        bad = np.flatnonzero(~np.isfinite(self.losses))
-        if len(bad):
-            return int(self.steps[bad[0]])
-        return self.last_step if self.value is not None and not math.isfinite(self.value) else None
-
-    @property
-    def value(self) -> float | None:
-        """The metric of a run that `sweep` or `experiment` finished: over every step, not only the logged ones."""
-        return float(self.result["value"]) if "value" in self.result else None
+    # --- its metrics
 
     def last(self, metric: str) -> float:
         """The last value of a validation metric; NaN if there is none."""
-        if metric in self.result.get("validation", {}):
-            return float(self.result["validation"][metric])
         values = self.log.validation.get(metric, {})
-        return values[max(values)] if values else math.nan
+        last = values[max(values)] if values else math.nan
+        return self.result.get("validation", {}).get(metric, last)
+
+    def validations(self, metric: str) -> Line:
+        """The steps and finite values of a validation metric."""
+        values = sorted(self.log.validation.get(metric, {}).items())
+        finite = np.array([point for point in values if math.isfinite(point[1])], dtype=float).reshape(-1, 2)
+        return finite[:, 0], finite[:, 1]
 
     def lowest(self, metric: str) -> tuple[float, int | None]:
         """The lowest value of a validation loss, where a run could have stopped, and its step; NaN if there is none."""
-        values = self.log.validation.get(metric, {})
-        return min(((value, step) for step, value in values.items() if math.isfinite(value)), default=(math.nan, None))
+        steps, values = self.validations(metric)
+        return (float(values.min()), int(steps[values.argmin()])) if len(steps) else (math.nan, None)
 
-    @property
-    def metric(self) -> str | None:
-        """The name of the metric whose value is `result`."""
-        callbacks = callbacks_of(self.config, "TrialMetric")
-        return callbacks[0]["init_args"]["metric"] if callbacks else None
-
-    @property
-    def counts_epochs(self) -> bool:
-        """Whether the configuration gives the length of the run in epochs."""
-        trainer = self.config["trainer"]
-        return trainer["max_steps"] in (None, -1) and trainer["max_epochs"] not in (None, -1)
+    # --- its length
 
     def planned(self, name: str) -> int | None:
         """A number of run.json, which the run wrote when it began: `steps`, or `steps_per_epoch`."""
@@ -175,6 +143,8 @@ class LoggedRun:
             return f"in progress, {self.last_step:,} of {self.planned_steps:,} steps"
         return f"{self.last_step:,} steps"
 
+    # --- its cost
+
     @property
     def flops(self) -> float:
         """Training FLOPs: to the end of the plan if it got there, and otherwise to the last step that is known."""
@@ -183,46 +153,25 @@ class LoggedRun:
             steps = self.last_step
         return self.flops_at(steps)
 
-    @cached_property
-    def _flops(self) -> tuple[FloatArray, FloatArray]:
-        """The steps at which FLOPs were logged, and the FLOPs, both from 0 on."""
-        steps = sorted(self.log.flops)
-        return np.array([0.0, *steps]), np.array([0.0, *(self.log.flops[step] for step in steps)])
-
     def flops_at(self, step: float) -> float:
         return float(self.flops_over(np.array([step]))[0])
 
     def flops_over(self, at: FloatArray) -> FloatArray:
         """Training FLOPs after steps: as logged, and interpolated in between; NaN if none were logged."""
-        steps, flops = self._flops
-        if len(steps) == 1:
-            return np.full(len(at), math.nan)
+        steps, flops = self._logged_flops()
         return np.interp(at, steps, flops) + np.maximum(at - steps[-1], 0) * self.flops_per_step
 
     @property
     def flops_per_step(self) -> float:
         """Training FLOPs of a step at the last width; NaN if none were logged."""
-        steps, flops = self._flops
-        if len(steps) == 1:
-            return math.nan
+        steps, flops = self._logged_flops()
         since = max((step for step in self.growths if step < steps[-1]), default=0)
-        first = int(np.searchsorted(steps, since))
-        first = min(first, len(steps) - 2)
+        first = min(int(np.searchsorted(steps, since)), len(steps) - 2)
         return float((flops[-1] - flops[first]) / (steps[-1] - steps[first]))
 
-
-class RunSize(NamedTuple):
-    width: Any
-    layers: Any
-
-
-def sizes(config: Config) -> tuple[RunSize, RunSize]:
-    """The size that a run starts with, and the size that it ends with."""
-    size = start = RunSize(*(config["model"]["init_args"].get(key) for key in RunSize._fields))
-    for swap in sorted(callbacks_of(config, "UpscaleCallback"), key=lambda swap: swap["init_args"]["at_step"]):
-        grown = {key: swap["init_args"].get(key) for key in RunSize._fields}
-        size = size._replace(**{key: number for key, number in grown.items() if number is not None})
-    return start, size
+    def _logged_flops(self) -> FloatArray:
+        """The steps at which FLOPs were logged, and the FLOPs, both from 0 on."""
+        return np.array([(0, 0.0), *(sorted(self.log.flops.items()) or [(1, math.nan)])]).T
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -232,12 +181,10 @@ def read_result(folder: Path) -> dict[str, Any]:
         return {}
     content = read_json(path)
     with interpreting(f"{path} is damaged; delete it and run the same command again"):
-        float(content.get("value", 0))
-        if not isinstance(content.get("steps", 0), int) or content.get("steps", 0) < 0:
-            raise ValueError(f"steps is {content['steps']!r}")
-        for number in dict(content.get("validation", {})).values():
-            float(number)
-        for growth in content.get("growths", []):
-            for name in AT_GROWTH:
-                float(growth[name])
-    return content
+        steps = content.get("steps", 0)
+        if not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"steps is {steps!r}")
+        validation = {name: float(number) for name, number in dict(content.get("validation", {})).items()}
+        growths = [{name: float(growth[name]) for name in AT_GROWTH} for growth in content.get("growths", [])]
+        value = {"value": float(content["value"])} if "value" in content else {}
+        return {**content, "validation": validation, "growths": growths, **value}

@@ -1,40 +1,22 @@
-"""The numbers of a report in words."""
+"""The words of a report: numbers as sentences and tables have them, and sentences on groups of runs."""
 
 import math
+from collections.abc import Iterator
 
 from mupscale.commands import figures
-from mupscale.commands.config import class_name
 from mupscale.commands.reporting.compare import Difference, Losses, Spread, spread
-from mupscale.commands.reporting.groups import Group
-from mupscale.commands.reporting.reach import Comparison, Numbers
-
-COST_LABELS = {
-    "scratch": "from scratch",
-    "upscaled": "upscaled, until it reaches that minimum",
-    "tuning": "… and tuning",
-    "base": "… and the base model",
-    "both": "… and both",
-}
-"""Rows of the table of costs."""
-
-CHARGED = {"tuning": "with tuning charged", "base": "with the base model charged", "both": "with both charged"}
-"""What a verdict says of charges besides the upscaled run itself."""
+from mupscale.commands.reporting.reach import CHARGES, Comparison, Numbers, Windows
 
 
-# --- numbers
+def number(value: float | None, form: str = "#.4g") -> str:
+    """Four digits, for a loss or an accuracy; or of another form. What is missing or not finite is a dash."""
+    return f"{value:{form}}".removesuffix(".") if value is not None and math.isfinite(value) else "—"
 
 
-def number(value: float) -> str:
-    """Four digits, for a loss or an accuracy."""
-    return f"{value:#.4g}".removesuffix(".") if math.isfinite(value) else "—"
-
-
-def teraflops(flops: float) -> str:
-    """TFLOPs, as the paper prints costs; with decimals below 100."""
-    value = flops / 1e12
-    if not math.isfinite(value):
-        return "—"
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".removesuffix(".")
+def teraflops(flops: Spread | float | None) -> str:
+    """TFLOPs, as the paper prints costs, or their mean; with decimals below 100."""
+    value = math.nan if flops is None else (flops.mean if isinstance(flops, Spread) else flops) / 1e12
+    return number(value, ",.0f" if value >= 100 else "#.3g")
 
 
 def times(factor: float) -> str:
@@ -51,14 +33,13 @@ def count(amount: float, thing: str) -> str:
     return f"{text} {thing}" if text == "1" else f"{text} {thing}s"
 
 
-def ranged(values: Spread | None, seeds: bool = True) -> str:
+def ranged(values: Spread | None, seeds: bool = False) -> str:
     """A mean with its range, and with the number of seeds if `seeds`."""
     if values is None:
         return "—"
-    if values.runs == 1:
-        return f"{number(values.mean)} (1 seed)" if seeds else number(values.mean)
-    tail = f", {values.runs} seeds" if seeds else ""
-    return f"{number(values.mean)} ({number(values.low)}–{number(values.high)}{tail})"
+    span = [] if values.runs == 1 else [f"{number(values.min)}–{number(values.max)}"]
+    inside = ", ".join(span + [count(values.runs, "seed")] * seeds)
+    return f"{number(values.mean)} ({inside})" if inside else number(values.mean)
 
 
 def ranged_losses(losses: Losses) -> str:
@@ -66,8 +47,7 @@ def ranged_losses(losses: Losses) -> str:
     found, diverged = spread(list(losses.values())), sum(map(math.isinf, losses.values()))
     if found is None:
         return "diverged" if diverged else "—"
-    text = ranged(found, False)
-    return f"{text}, {diverged} diverged" if diverged else text
+    return f"{ranged(found)}, {diverged} diverged" if diverged else ranged(found)
 
 
 def metric_name(metric: str) -> str:
@@ -78,29 +58,22 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-# --- sentences
+# --- sentences on groups
 
 
-def title(groups: list[Group]) -> str:
-    """The task, and the widths between which groups grow."""
-    config = groups[0].runs[0].config
-    growths = [f"width {group.runs[0].width_range}" for group in groups if group.role == "upscaled"]
-    task = f"{class_name(config['model'])} on {class_name(config['data'])}"
-    return f"{task}: {', '.join(dict.fromkeys(growths))}" if growths else task
-
-
-def verdicts(numbers: Numbers, groups: list[Group]) -> list[list[str]]:
+def verdicts(numbers: Numbers) -> list[list[str]]:
     """For each upscaled group with a from-scratch counterpart how they compare, in sentences; if there is none, where
     the groups end.
     """
     if numbers.comparisons:
         return [verdict(comparison, numbers) for comparison in numbers.comparisons]
     answer = []
-    for group in groups:
+    for group in numbers.groups:
         ends = "stands at" if group.in_progress else "ends at"
-        end = f"{ends} {ranged(group.final)}" if group.final else "diverged"
+        final = group.mean("final_loss")
+        end = f"{ends} {ranged(final, True)}" if final else "diverged"
         answer.append([f"{capital(group.name)} {end}."])
-    upscaled = next((group for group in groups if group.role == "upscaled"), None)
+    upscaled = next((group for group in numbers.groups if group.role == "upscaled"), None)
     if upscaled is not None:
         answer.append([f"There is no run from scratch at width {upscaled.runs[0].end_width} to compare with."])
     return answer
@@ -108,13 +81,13 @@ def verdicts(numbers: Numbers, groups: list[Group]) -> list[list[str]]:
 
 def verdict(comparison: Comparison, numbers: Numbers) -> list[str]:
     upscaled, scratch = comparison.upscaled, comparison.scratch
-    ours, theirs = upscaled.final, scratch.final
+    ours, theirs = upscaled.mean("final_loss"), scratch.mean("final_loss")
     if ours is None or theirs is None:
         group = upscaled if ours is None else scratch
         return [f"All runs of {group.name} diverged: there is nothing to compare."]
     in_progress = upscaled.in_progress or scratch.in_progress
     ends = "stands at" if in_progress else "ends at"
-    losses = f"{capital(upscaled.name)} {ends} {ranged(ours)}, {scratch.name} at {ranged(theirs)}"
+    losses = f"{capital(upscaled.name)} {ends} {ranged(ours, True)}, {scratch.name} at {ranged(theirs, True)}"
     sentences = [f"{losses}: {comparison.difference().words(theirs.mean)}."]
     for group in (upscaled, scratch):
         diverged = len(group.runs) - len(group.not_diverged)
@@ -123,13 +96,13 @@ def verdict(comparison: Comparison, numbers: Numbers) -> list[str]:
             sentences.append(f"{diverged} of {runs} of {group.name} diverged, and did not count.")
     if in_progress:
         sentences.append("Runs are still in progress: this is how they stand now.")
-    sentences.append(reach_sentence(comparison, numbers))
+    sentences.append(reach_sentence(comparison, numbers.windows))
     for metric in numbers.metrics:
-        a, b = upscaled.last(metric), scratch.last(metric)
-        if a is not None and b is not None:
-            values = f"{ranged(a, False)} against {ranged(b, False)}"
-            verdict_words = judgement(metric, comparison.difference(metric))
-            sentences.append(f"{capital(metric_name(metric))} {ends} {values}: {verdict_words}.")
+        ours, theirs = upscaled.mean(metric), scratch.mean(metric)
+        if ours is not None and theirs is not None:
+            values = f"{ranged(ours)} against {ranged(theirs)}"
+            difference = judgement(metric, comparison.difference(metric))
+            sentences.append(f"{capital(metric_name(metric))} {ends} {values}: {difference}.")
     return sentences
 
 
@@ -141,7 +114,7 @@ def judgement(metric: str, difference: Difference) -> str:
     return f"{difference}, {'better' if (difference.mean < 0) == direction else 'worse'}"
 
 
-def reach_sentence(comparison: Comparison, numbers: Numbers) -> str:
+def reach_sentence(comparison: Comparison, windows: Windows) -> str:
     """When the upscaled runs reach the from-scratch minimum, and what that saves."""
     reaches, minimum = comparison.reaches, f"{comparison.scratch.name}'s minimum"
     if not reaches:
@@ -150,27 +123,39 @@ def reach_sentence(comparison: Comparison, numbers: Numbers) -> str:
     if missed:
         seeds = ", ".join(str(reach.seed) for reach in missed)
         subject = f"With seed {seeds} it" if len(missed) < len(reaches) else "It"
-        limit = duration(max(reach.of_steps for reach in missed), numbers)
+        limit = duration(max(reach.of_steps for reach in missed), windows)
         return f"{subject} does not reach {minimum} within {limit}: no savings can be stated."
-    sentence = f"It reaches {minimum} after {time_to_reach(comparison, numbers)}"
-    for kind, cost in comparison.costs.items():
-        if kind == "upscaled":
-            sentence += f", {cheaper(cost.factor)} than training from scratch"
-        elif kind in CHARGED:
-            sentence += f"; {cheaper(cost.factor)} {CHARGED[kind]}"
-    return f"{sentence}."
+    sentence = f"It reaches {minimum} after {time_to_reach(comparison)}"
+    known = [(comparison.costs[kind], words) for kind, (_, words, _) in CHARGES.items() if kind in comparison.costs]
+    costs = "; ".join(f"{cheaper(cost.speedup)} {words}" for cost, words in known)
+    return f"{', '.join(filter(None, [sentence, costs]))}."
 
 
-def time_to_reach(comparison: Comparison, numbers: Numbers) -> str:
+def time_to_reach(comparison: Comparison) -> str:
     """Whole epochs averaged over seeds, as the paper counts; or steps. Every pair of runs must have reached it."""
-    epochs = numbers.windows.epochs
-    reached = [reach.epoch if epochs else reach.step for reach in comparison.reaches]
-    values = spread([each for each in reached if each is not None])
+    epochs = comparison.reached_at("epoch")
+    values = epochs or comparison.reached_at("step")
     assert values is not None
     text = count(values.mean, "epoch" if epochs else "step")
-    return text if values.low == values.high else f"{text} ({values.low:,.0f}–{values.high:,.0f})"
+    return text if values.min == values.max else f"{text} ({values.min:,.0f}–{values.max:,.0f})"
 
 
-def duration(steps: int, numbers: Numbers) -> str:
+def duration(steps: int, windows: Windows) -> str:
     """Steps as epochs, where losses are averaged over epochs."""
-    return count(steps / numbers.windows.size, "epoch") if numbers.windows.epochs else count(steps, "step")
+    return count(steps / windows.size, "epoch") if windows.epochs else count(steps, "step")
+
+
+def curve_notes(numbers: Numbers) -> Iterator[str]:
+    """How the losses of curves and tables are averaged."""
+    intervals = {run.interval for group in numbers.groups for run in group.runs}
+    interval = intervals.pop() if len(intervals) == 1 else None
+    every = "" if interval is None else ", at every step" if interval == 1 else f", every {interval} steps"
+    yield f"Training losses are means over {numbers.windows.length} of the losses that were logged{every}."
+    if numbers.windows.per_epoch:
+        yield f"An epoch is {numbers.windows.per_epoch:,} steps."
+    if numbers.recorded:
+        window = numbers.recorded.removeprefix("last_").replace("%", " % of steps")
+        yield f"Final losses are means over every step of the last {window}, as the runs recorded them."
+    else:
+        yield "Final losses are those of the last window."
+    yield "Axes are cut so that differences show, and then say so."
