@@ -3,6 +3,8 @@
 import sys
 from importlib import import_module
 
+from benchmarks.harness import run
+
 NAMES = {
     "gpt2": "GPT-2 inside Trainer.fit, beside a bare loop and the authors' code",
     "mlp": "the MLP on Covertype, beside a bare loop and a first draft",
@@ -27,10 +29,13 @@ def main(arguments: list[str]) -> None:
         print(usage)
     elif arguments[0] not in NAMES:
         sys.exit(f"there is no benchmark {arguments[0]!r}\n\n{usage}")
-    elif arguments[0] in ("gpt2", "mlp", "resnet"):
-        import_module("benchmarks.cases").main(arguments[0], arguments[1:])
     else:
-        import_module(f"benchmarks.{arguments[0]}").main(arguments[1:])
+        name, *others = arguments
+        module = import_module("benchmarks.cases" if name in ("gpt2", "mlp", "resnet") else f"benchmarks.{name}")
+        if hasattr(module, "main"):
+            module.main(others)
+        else:
+            run(name, module, others)
 
 
 if __name__ == "__main__":

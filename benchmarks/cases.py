@@ -18,7 +18,6 @@ from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import mup
 import numpy as np
@@ -26,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from benchmarks.harness import run
-from benchmarks.training import Case, first_draft, rows
+from benchmarks.harness import Options, Row
+from benchmarks.training import Case, compare_sides, first_draft
 from mupscale.datamodules.cifar100 import AugmentingLoader, normalisation_table, padded
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.gpt2 import GPT2
@@ -218,13 +217,13 @@ def resnet(options: argparse.Namespace) -> Iterator[Case]:
 CASES = {"gpt2": gpt2, "mlp": mlp, "resnet": resnet}
 
 
-def main(name: str, arguments: list[str]) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "--only": {"default": "", "help": "the cases whose names contain this"},
-        "--sides": {"help": "some of the ways to train, separated by commas; all by default"},
-        "--repeat": {"type": int, "default": 1, "help": "how often all sides of a case are measured, in turn"},
-    }
-    if name == "gpt2":
-        checkout = "a checkout of the authors' code, to be trained beside ours"
-        options["--against"] = {"type": Path, "metavar": "DIR", "help": checkout}
-    run(__doc__, lambda given: rows(given, list(CASES[name](given))), arguments, options)
+OPTIONS: Options = {
+    "--only": {"default": "", "help": "the cases whose names contain this"},
+    "--sides": {"help": "some of the ways to train, separated by commas; all by default"},
+    "--repeat": {"type": int, "default": 1, "help": "how often all sides of a case are measured, in turn"},
+    "--against": {"type": Path, "metavar": "DIR", "help": "for gpt2: a checkout of the authors' code to train beside"},
+}
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    return compare_sides(options, list(CASES[options.name](options)))

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.cases import Augmented
-from benchmarks.harness import Row, now, rate, run
+from benchmarks.harness import Row, now, rate
 from benchmarks.training import endless
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import Covertype
 from mupscale.datamodules.fineweb import FineWeb
 from mupscale.datamodules.preparation import FILE_TOKENS
-from mupscale.datamodules.token_files import list_files, read_token_folder
+from mupscale.datamodules.token_files import MappedTokens, TokenFolder
 from mupscale.datamodules.token_writer import TokenWriter
 
 WARM_UP = 10
@@ -48,7 +48,7 @@ def read_rows(file: Path) -> TensorDataset:
 class Crops(Dataset[tuple[Tensor, Tensor]]):
     """Random crops of a long row of tokens, as nanoGPT draws them."""
 
-    def __init__(self, tokens: np.ndarray, context: int) -> None:
+    def __init__(self, tokens: MappedTokens, context: int) -> None:
         self.tokens, self.context = tokens, context
 
     def __len__(self) -> int:
@@ -56,8 +56,9 @@ class Crops(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = int(torch.randint(len(self.tokens) - self.context, ()))
-        row = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
-        return row[:-1], row[1:]
+        row = np.empty(self.context + 1, np.int64)
+        self.tokens.read(start, row)
+        return torch.from_numpy(row[:-1]), torch.from_numpy(row[1:])
 
 
 def plain(dataset: Callable[[], Dataset[Any]], batch_size: int, workers: int, device: torch.device) -> Batches:
@@ -161,8 +162,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         return Augmented(arrays["x_train"], arrays["y_train"])
 
     def crops() -> Dataset[Any]:
-        _, content = next(read_token_folder(list_files(fineweb)).tokens("train").parts())
-        return Crops(content, context)
+        return Crops(TokenFolder(fineweb).tokens("train"), context)
 
     batch, context = 64, 1024
     with tempfile.TemporaryDirectory() as temporary:
@@ -178,6 +178,4 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         yield from compared("FineWeb", "tokens", batch * context, sides, seconds)
 
 
-def main(arguments: list[str]) -> None:
-    data = {"type": Path, "metavar": "DIR", "help": "folder with the real files"}
-    run(__doc__, rows, arguments, {"--data": data})
+OPTIONS = {"--data": {"type": Path, "metavar": "DIR", "help": "folder with the real files"}}

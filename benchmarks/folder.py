@@ -11,7 +11,6 @@ layers that add nothing.
 """
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -21,55 +20,27 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from benchmarks.harness import Row, run
-from mupscale.hf.family import on_meta
-from mupscale.hf.folder import INDEX_FILE, as_bytes, index_text, read_folder, split_into_files
-
-FILE_BYTES = 5 * 10**9
+from benchmarks.harness import Options, Row
+from mupscale.hf.folder import read_folder
 
 
-def shape_of_7b(layers: int, *, quick: bool) -> dict[str, object]:
-    """The settings of a configuration."""
-    width = 64 if quick else 4096
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": 11008 * width // 4096,
-        "num_attention_heads": width // 128 or 1,
-        "num_key_value_heads": width // 128 or 1,
-        "num_hidden_layers": layers,
-        "vocab_size": 32000 if not quick else 256,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def write_narrow(folder: Path, settings: dict[str, object]) -> int:
-    """Writes a folder with random weights; its bytes."""
+def write_narrow(folder: Path, layers: int, *, quick: bool) -> None:
+    """Writes a Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(settings, indent=2))
-    model = on_meta(LlamaForCausalLM, LlamaConfig(**settings))
-    rows = [(name, torch.bfloat16, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
-    files = split_into_files(folder, rows, FILE_BYTES)
-    generator = torch.Generator().manual_seed(0)
-    random = torch.randn(2**22, generator=generator).mul_(0.02).bfloat16()
-    for file in files:
-        with file.path.open("xb") as stream:
-            stream.write(file.header)
-            for place in file.tensors:
-                for start in range(0, place.size, random.nbytes):
-                    count = min(random.nbytes, place.size - start)
-                    stream.write(as_bytes(random)[:count])
-    if len(files) > 1:
-        (folder / INDEX_FILE).write_text(index_text(files))
-    return sum(file.size for file in files)
+    width = 64 if quick else 4096
+    heads = width // 128 or 1
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=11008 * width // 4096, num_attention_heads=heads,
+        num_key_value_heads=heads, num_hidden_layers=layers, vocab_size=256 if quick else 32000,
+        tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    LlamaForCausalLM._from_config(config).save_pretrained(folder, max_shard_size="5GB")
+
+
+def gb_of(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.iterdir()) / 1e9
 
 
 def timed(*command: str) -> tuple[float, float]:
@@ -94,9 +65,10 @@ def upscale(narrow: Path, wide: Path, layers: int | None, noise: float | None) -
 def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float | None) -> Row:
     narrow, wide, copy = where / "narrow", where / "wide", where / "copy"
     new = 2 * layers if deep else None
-    write_narrow(where / "tiny", shape_of_7b(layers if deep else 1, quick=True))
+    write_narrow(where / "tiny", layers if deep else 1, quick=True)
     start_up, _ = upscale(where / "tiny", where / "tiny-wide", new, noise)
-    narrow_bytes = write_narrow(narrow, shape_of_7b(layers, quick=quick))
+    write_narrow(narrow, layers, quick=quick)
+    narrow_gb = gb_of(narrow)
     seconds, cpu = upscale(narrow, wide, new, noise)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     shutil.rmtree(narrow)  # which leaves its room on the disk to the copy
@@ -105,8 +77,8 @@ def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float |
         "layers": layers,
         "deep": deep,
         "noise": noise,
-        "narrow_gb": narrow_bytes / 1e9,
-        "wide_gb": sum(path.stat().st_size for path in wide.iterdir()) / 1e9,
+        "narrow_gb": narrow_gb,
+        "wide_gb": gb_of(wide),
         "start_up_seconds": start_up,
         "seconds": seconds,
         "cpu_seconds": cpu,
@@ -124,11 +96,9 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         yield measure(Path(where), layers, quick=options.quick, deep=options.deep, noise=options.noise)
 
 
-def main(arguments: list[str]) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "--deep": {"action": "store_true", "help": "double the number of layers, not the width"},
-        "--layers": {"type": int, "help": "layers of the narrow model (default 8, which needs 32 GB of disk)"},
-        "--noise": {"type": float, "help": "with noise, which needs a tensor at once"},
-        "--where": {"type": Path, "help": "a folder on the disk to measure; by default the temporary one"},
-    }
-    run(__doc__, rows, arguments, options)
+OPTIONS: Options = {
+    "--deep": {"action": "store_true", "help": "double the number of layers, not the width"},
+    "--layers": {"type": int, "help": "layers of the narrow model (default 8, which needs 32 GB of disk)"},
+    "--noise": {"type": float, "help": "with noise, which needs a tensor at once"},
+    "--where": {"type": Path, "help": "a folder on the disk to measure; by default the temporary one"},
+}

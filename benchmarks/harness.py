@@ -18,20 +18,25 @@ Row = dict[str, Any]
 """One measurement, by the titles of its columns. What is no text or number is in the JSON file only."""
 
 
-def run(
-    description: str | None,
-    rows: Callable[[argparse.Namespace], Iterable[Row]],
-    arguments: list[str],
-    options: dict[str, dict[str, Any]] | None = None,
-) -> None:
-    """Prints each row as soon as it is measured; `options` are a benchmark's own, with argparse's settings."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to test the benchmark itself")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    for name, settings in (options or {}).items():
-        parser.add_argument(name, **settings)
-    given = parser.parse_args(arguments)
+Options = dict[str, dict[str, Any]]
+"""Options of a command by their names, with argparse's settings."""
+
+SHARED: Options = {
+    "--device": {"type": torch.device, "default": "cuda" if torch.cuda.is_available() else "cpu"},
+    "--quick": {"action": "store_true", "help": "tiny sizes, to test the benchmark itself"},
+    "--out": {"type": Path, "help": "write the rows as JSON"},
+}
+
+
+def run(name: str, benchmark: Any, arguments: list[str]) -> None:
+    """Prints each of the `rows` of a module as soon as it is measured; its OPTIONS are its own ones."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        f"python -m benchmarks {name}", description=benchmark.__doc__, formatter_class=layout
+    )
+    for option, settings in (SHARED | benchmark.OPTIONS).items():
+        parser.add_argument(option, **settings)
+    given = parser.parse_args(arguments, argparse.Namespace(name=name))
     quieten()
     table = {
         "machine": torch.cuda.get_device_name() if given.device.type == "cuda" else "CPU",
@@ -39,7 +44,7 @@ def run(
         "rows": [],
     }
     titles: list[str] = []
-    for row in rows(given):
+    for row in benchmark.rows(given):
         table["rows"].append(row)
         shown = {title: as_text(value) for title, value in row.items() if isinstance(value, str | int | float)}
         if titles != list(shown):

@@ -8,7 +8,8 @@ A run is a trunk at a constant learning rate. For each of its budgets a branch l
 and its rate falls linearly to zero over the rest. A grown run starts from a saved state of a small trunk, whose FLOPs
 count. docs/results/ladder.md has the measure and the results. The second command can be stopped and started again:
 finished runs are kept. The third writes the two CSV files from which the page's tables are computed. `--ladder` chooses
-other sizes and budgets: large_batch, depths (of rates), rung and sunk, whose CSV files are in folders of these names.
+other sizes and budgets: large_batch, depths (of rates), rung, sunk and sunk_slow. Their CSV files are in folders of
+these names, those of the last two in one.
 """
 
 import argparse
@@ -18,10 +19,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +32,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mupscale
+from benchmarks.training import BareStep
 from mupscale.atomic import replacing, write_text
-from mupscale.cuda_graph import CapturedStep
 from mupscale.datamodules.fineweb import FineWeb
 from mupscale.models.gpt2 import GPT2
 
@@ -58,7 +59,7 @@ class Size(NamedTuple):
 
     width: int
     layers: int
-    base_layers: int | None = None
+    base_layers: int = 0
 
     def __str__(self) -> str:
         return f"{self.width}x{self.layers}" + (f"-base{self.base_layers}" if self.base_layers else "")
@@ -112,9 +113,8 @@ class Ladder:
     def flops(self, size: Size) -> int:
         """FLOPs of a step: 6N + 12 · layers · width · context a token. N counts the token table once, as the readout it
         is tied to, and not the position table."""
-        block = 12 * size.width**2 + 13 * size.width
-        parameters = (self.vocabulary + 2) * size.width + size.layers * block
-        return self.rows * self.context * (6 * parameters + 12 * size.layers * size.width * self.context)
+        matrices = self.parameters(size) - (self.vocabulary + self.context) * size.width
+        return self.rows * self.context * (6 * matrices + 12 * size.layers * size.width * self.context)
 
     def parameters(self, size: Size) -> int:
         """All of them, embeddings and readout included."""
@@ -208,6 +208,7 @@ SUNK = replace(
         (Size(64, 4), Size(64, 4)): ((FIXED,), _SUNK),
     },
 )  # fmt: skip
+SUNK_SLOW = replace(SUNK, lr=SUNK.lr / 2)  # at which a start of 80 tokens per parameter is stable a little longer
 QUICK = Ladder(  # for the embedded sample of text
     fixed={Size(16, 1): (-1, -2), Size(32, 1): (0, -1), Size(32, 2): (0, -1), Size(16, 1, 2): (), Size(32, 1, 2): ()},
     grown={
@@ -220,7 +221,8 @@ QUICK = Ladder(  # for the embedded sample of text
     other_rates=(2.0, 0.5), noises=(Way("", "duplication", 0.12),),
 )  # fmt: skip
 LADDERS = {
-    "full": FULL, "large_batch": LARGE_BATCH, "depths": DEPTHS, "rung": RUNG, "sunk": SUNK, "quick": QUICK
+    "full": FULL, "large_batch": LARGE_BATCH, "depths": DEPTHS, "rung": RUNG, "sunk": SUNK, "sunk_slow": SUNK_SLOW,
+    "quick": QUICK,
 }  # fmt: skip
 
 
@@ -316,7 +318,7 @@ State = dict[str, Tensor]
 def make_model(ladder: Ladder, size: Size, device: torch.device) -> tuple[nn.Module, Optimizer]:
     """The model of configs/gpt2/reduced and its optimizer, at lr 1 for the base width."""
     module = GPT2(
-        size.width, base_width=64, layers=size.layers, base_layers=size.base_layers, heads=8,
+        size.width, base_width=64, layers=size.layers, base_layers=size.base_layers or None, heads=8,
         vocabulary=ladder.vocabulary, context=ladder.context, tied=False, gain=0.5, embedding_std=0.1,
         output_mult=4.0, readout_zero_init=True, optimizer=partial(torch.optim.AdamW, lr=1.0, **ADAMW),
     )  # fmt: skip
@@ -335,62 +337,69 @@ def state_of(net: nn.Module, optimizer: Optimizer) -> State:
 
 
 class Runner:
-    """Trains one size from any state. On a GPU its step is compiled and captured once."""
+    """Trains a network from any state on a text; the rates of its optimizer are those that each step has a share of."""
 
-    def __init__(self, ladder: Ladder, size: Size, text: Text, device: torch.device) -> None:
-        self.text, self.device = text, device
-        self.net, self.optimizer = make_model(ladder, size, device)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        self.step: Callable[[Tensor], Tensor] = self._step
-        if device.type == "cuda":
-            for part in (*self.net.blocks, self.net.head):  # type: ignore[misc]
-                part.compile(dynamic=False)
-        for step in range(3):
-            self.step(text.batch(0, step))
-        if device.type == "cuda":
-            self.step = CapturedStep(self._gradients, self.optimizer, text.batch(0, 0))
-        self.state = state_of(self.net, self.optimizer)
-
-    def _gradients(self, batch: Tensor) -> Tensor:
-        with self._autocast():
-            loss = self.net(batch[:, :-1], batch[:, 1:])
-        loss.backward()
-        mupscale.clip_grad_norm_(self.net, CLIP)
-        return loss
-
-    def _step(self, batch: Tensor) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = self._gradients(batch)
-        self.optimizer.step()
-        return loss.detach()
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False)
+    def __init__(
+        self,
+        text: Text,
+        net: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[[Tensor], Tensor],
+        clip: Callable[[], Any],
+    ) -> None:
+        self.text, self.net, self.optimizer = text, net, optimizer
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+        device = text.tokens.device
+        self.step = BareStep(optimizer, loss, clip, device, bfloat16=device.type == "cuda")
 
     def load(self, state: State) -> None:
         """Takes weights and optimizer state; what is missing is zero."""
-        for name, tensor in self.state.items():
+        for name, tensor in state_of(self.net, self.optimizer).items():
             tensor.copy_(state[name]) if name in state else tensor.zero_()
 
-    def train(self, seed: int, steps: range, rate: Callable[[int], float], points: int) -> Iterator[tuple[int, float]]:
-        """Trains for these steps; yields, some `points` times, the number of steps so far and their mean loss."""
+    def copy(self) -> State:
+        return {name: tensor.clone() for name, tensor in state_of(self.net, self.optimizer).items()}
+
+    def train(self, seed: int, steps: range, share: Callable[[int], float], points: int = 1) -> list[tuple[int, float]]:
+        """Trains for these steps; `points` times, the number of steps so far and their mean loss."""
+        curve: list[tuple[int, float]] = []
         losses: list[Tensor] = []
         for step in steps:
-            for group, base in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = base * rate(step)
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate * share(step)
             losses.append(self.step(self.text.batch(seed, step)))
             if len(losses) >= len(steps) / points or step == steps[-1]:
-                yield step + 1, float(torch.stack(losses).mean())
+                curve.append((step + 1, float(torch.stack(losses).mean())))
                 losses = []
+        return curve
 
     @torch.no_grad()
     def validate(self) -> float:
-        batches = self.text.validation.split(self.text.rows)
-        with torch.compiler.set_stance("force_eager"), self._autocast():
-            losses = [self.net(batch[:, :-1], batch[:, 1:]) for batch in batches]
+        with torch.compiler.set_stance("force_eager"):
+            losses = [self.step.loss(batch) for batch in self.text.validation.split(self.text.rows)]
         return float(torch.stack(losses).mean())
+
+
+@cache
+def read_text(ladder: str, folder: str | None, device: str) -> Text:
+    return Text(folder, LADDERS[ladder], torch.device(device))
+
+
+@cache
+def make_runner(ladder: str, folder: str | None, device: str, size: Size) -> Runner:
+    """That of a size, which a process keeps from run to run. On a GPU its step is compiled and captured once."""
+    torch.set_float32_matmul_precision("high")
+    text = read_text(ladder, folder, device)
+    net, optimizer = make_model(LADDERS[ladder], size, torch.device(device))
+    clip = partial(mupscale.clip_grad_norm_, net, CLIP)
+    runner = Runner(text, net, optimizer, lambda batch: net(batch[:, :-1], batch[:, 1:]), clip)
+    if torch.device(device).type == "cuda":
+        for part in (*net.blocks, net.head):  # type: ignore[misc]
+            part.compile(dynamic=False)
+    runner.train(0, range(3), lambda step: 0.0)
+    if torch.device(device).type == "cuda":
+        runner.step.capture(text.batch(0, 0))
+    return runner
 
 
 def grow(ladder: Ladder, run: Run, start_state: State, device: torch.device) -> State:
@@ -416,7 +425,7 @@ def grow(ladder: Ladder, run: Run, start_state: State, device: torch.device) -> 
 
 def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[str, Any]:
     """Trains a trunk and its branches; returns the losses at the ends, and the curves."""
-    started, device = time.perf_counter(), runner.device
+    started, device = time.perf_counter(), runner.text.tokens.device
     cost, tokens = ladder.flops(run.size), ladder.rows * ladder.context
     first, spent, around_growth = 0, 0.0, None
     torch.manual_seed(run.seed)
@@ -449,7 +458,7 @@ def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[st
         until = first + round((stop - spent) / cost)
         train(range(step, until), lambda _: 1.0, max(1, round(POINTS * (until - step) * cost / stops[-1])), None)
         step = until
-        state = {name: tensor.clone() for name, tensor in runner.state.items()}
+        state = runner.copy()
         loss = runner.validate()
         if stop in saved_points:
             path = state_file(folder, trunk_name(run.size, run.lr, run.seed), saved_points[stop])
@@ -472,32 +481,13 @@ def fall(start: int, end: int, step: int) -> float:
     return (end - step) / (end - start)
 
 
-class Worker:
-    """What one process keeps from run to run: the text on the device, and a compiled runner for each size."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.ladder, self.device = options, LADDERS[options.ladder], torch.device(options.device)
-        torch.set_float32_matmul_precision("high")
-        self.text = Text(options.data, self.ladder, self.device)
-        self.runners: dict[Size, Runner] = {}
-
-    def make(self, run: Run) -> None:
-        if run.size not in self.runners:
-            self.runners[run.size] = Runner(self.ladder, run.size, self.text, self.device)
-        result = train_run(self.ladder, run, self.runners[run.size], self.options.out)
-        write_text(result_file(run, self.options.out), json.dumps(result))
-        ends = ", ".join(f"2^{end['power']:g}: {end['loss']:.4f}" for end in result["ends"])
-        print(f"{run.name} in {result['seconds']:.1f} s  {ends}", flush=True)
-
-
-def start_worker(options: argparse.Namespace) -> None:
-    """In a process of the pool: what its runs have in common."""
-    global worker
-    worker = Worker(options)
-
-
-def make_run(run: Run) -> None:
-    worker.make(run)
+def make_run(options: argparse.Namespace, run: Run) -> None:
+    """In a process of the pool."""
+    runner = make_runner(options.ladder, options.data, options.device, run.size)
+    result = train_run(LADDERS[options.ladder], run, runner, options.out)
+    write_text(result_file(run, options.out), json.dumps(result))
+    ends = ", ".join(f"2^{end['power']:g}: {end['loss']:.4f}" for end in result["ends"])
+    print(f"{run.name} in {result['seconds']:.1f} s  {ends}", flush=True)
 
 
 def result_file(run: Run, folder: Path) -> Path:
@@ -512,7 +502,7 @@ def collect(folder: Path, out: Path) -> None:
         result = json.loads(path.read_text())
         run = result["run"]
         (width, layers, base_layers), start = run["size"], run["start"]
-        size = width, layers, start[2] if start else base_layers
+        size = width, layers, (start[2] if start else base_layers) or ""
         growth = (*start[:2], run["grown_at"], *run["way"]) if start else ("",) * 6
         around = [f"{loss:.4f}" for loss in result["around_growth"] or ()] or ["", ""]
         for end in result["ends"]:
@@ -551,13 +541,13 @@ def main(arguments: list[str]) -> None:
         ladder = replace(ladder, fixed=dict.fromkeys([start for start, _ in ladder.grown], ()))
     runs = [run for run in plan_runs(ladder, options.seeds) if re.search(options.only, run.name)]
     runs = [run for run in runs if not result_file(run, options.out).exists()]
-    executor = ProcessPoolExecutor(options.workers, get_context("spawn"), start_worker, (options,))
+    executor = ProcessPoolExecutor(options.workers, get_context("spawn"))
     going: set[Future[None]] = set()
     try:
         while going or any(run.is_ready(options.out) for run in runs):
             ready = [run for run in runs if run.is_ready(options.out)]
             runs = [run for run in runs if run not in ready]
-            going |= {executor.submit(make_run, run) for run in ready}
+            going |= {executor.submit(make_run, options, run) for run in ready}
             done, going = wait(going, return_when=FIRST_COMPLETED)
             for future in done:
                 future.result()

@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.cases import token_rows
-from benchmarks.harness import Row, choices, clear_memory, now, peak_gb, run
+from benchmarks.harness import Options, Row, choices, clear_memory, now, peak_gb
 from benchmarks.training import Case, Clock, fit, ours
 from mupscale.callbacks import upscale
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -141,8 +141,8 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
                 yield measure(name, way, small, large, options)
 
 
-def main(arguments: list[str]) -> None:
-    only = {"default": "", "help": "the cases whose names contain this"}
-    ways = {"default": ",".join(WAYS), "help": "a comma-separated part of these"}
-    eager = {"action": "store_true", "help": "without compilation"}
-    run(__doc__, rows, arguments, {"--only": only, "--ways": ways, "--eager": eager})
+OPTIONS: Options = {
+    "--only": {"default": "", "help": "the cases whose names contain this"},
+    "--ways": {"default": ",".join(WAYS), "help": "a comma-separated part of these"},
+    "--eager": {"action": "store_true", "help": "without compilation"},
+}

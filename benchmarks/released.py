@@ -10,10 +10,10 @@ for all of it: warm-up, constant rate, and a fall to zero over the last fifth. O
 import argparse
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from copy import deepcopy
 from functools import partial
+from itertools import chain, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mupscale.hf
-from benchmarks.ladder import ADAMW, CLIP, DECAY, FULL, QUICK, Ladder, Text, fall
+from benchmarks.ladder import ADAMW, CLIP, DECAY, FULL, QUICK, Ladder, Runner, Text, fall, read_text
 
 NOISE = mupscale.SignalNoise(0.3, centred=True)
 """That of `upscale FOLDER --noise auto`."""
@@ -56,46 +56,28 @@ def flops_of_step(ladder: Ladder, model: Any) -> float:
     return tokens * (6 * matrices + 12 * config.num_hidden_layers * config.hidden_size * ladder.context)
 
 
-class Training:
-    """Steps of one model from its first one on; `first` is the number of the batch that it starts with."""
+def text_of(options: argparse.Namespace) -> Text:
+    return read_text("quick" if options.quick else "full", options.data, options.device)
 
-    def __init__(self, text: Text, model: Any, optimizer: Optimizer, seed: int, first: int) -> None:
-        self.text, self.model, self.optimizer, self.seed, self.first = text, model, optimizer, seed, first
-        self.rates = [group["lr"] for group in optimizer.param_groups]
 
-    def loss(self, batch: Tensor) -> Tensor:
-        with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.is_cuda):
-            logits = self.model(batch[:, :-1], use_cache=False).logits
+def make_runner(text: Text, model: Any, optimizer: Optimizer) -> Runner:
+    def loss(batch: Tensor) -> Tensor:
+        logits = model(batch[:, :-1], use_cache=False).logits
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
-    def train(self, steps: range, factor: Callable[[int], float]) -> None:
-        for step in steps:
-            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = rate * factor(step)
-            self.optimizer.zero_grad()
-            self.loss(self.text.batch(self.seed, self.first + step)).backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-            self.optimizer.step()
-
-    @torch.no_grad()
-    def validate(self) -> float:
-        losses = [self.loss(batch) for batch in self.text.validation.split(self.text.rows)]
-        return float(torch.stack(losses).mean())
+    return Runner(text, model, optimizer, loss, lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP))
 
 
-def train_branches(training: Training, ends: list[int], warm_up: int) -> list[float]:
-    """Losses at the ends, each after a fall of the rate of its own."""
-    losses, step = [], 0
+def train_branches(runner: Runner, seed: int, first: int, ends: list[int], warm_up: int) -> Iterator[float]:
+    """Losses at the ends, each after a fall of the rate of its own; `first` is the number of the first batch."""
+    step = first
     for end in sorted(ends):
-        until = round((1 - DECAY) * end)
-        training.train(range(step, until), lambda step: min(1.0, (step + 1) / warm_up))
-        step = until
-        kept = deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
-        training.train(range(until, end), partial(fall, until, end))
-        losses.append(training.validate())
-        training.model.load_state_dict(kept[0])
-        training.optimizer.load_state_dict(kept[1])
-    return losses
+        until = first + round((1 - DECAY) * end)
+        runner.train(seed, range(step, until), lambda step: min(1.0, (step - first + 1) / warm_up))
+        step, state = until, runner.copy()
+        runner.train(seed, range(until, first + end), partial(fall, until, first + end))
+        yield runner.validate()
+        runner.load(state)
 
 
 def make_optimizer(model: nn.Module, lr: float) -> Optimizer:
@@ -104,15 +86,12 @@ def make_optimizer(model: nn.Module, lr: float) -> Optimizer:
 
 def train_base(options: argparse.Namespace, seed: int) -> None:
     """Trains for `--tokens` per parameter and saves the model as it would be released."""
-    ladder = QUICK if options.quick else FULL
-    text = Text(options.data, ladder, torch.device(options.device))
-    model: Any = make_base(ladder, seed, *((32, 1) if options.quick else (128, 4))).to(options.device)
-    training = Training(text, model, make_optimizer(model, options.base_lr), seed, 0)
+    ladder, device = QUICK if options.quick else FULL, torch.device(options.device)
+    model: Any = make_base(ladder, seed, *((32, 1) if options.quick else (128, 4))).to(device)
+    runner = make_runner(text_of(options), model, make_optimizer(model, options.base_lr))
     steps = base_steps(options, ladder, model)
-    until = round((1 - DECAY) * steps)
-    training.train(range(until), lambda step: min(1.0, (step + 1) / ladder.warm_up))
-    training.train(range(until, steps), partial(fall, until, steps))
-    print(f"base, seed {seed}: {steps} steps, {training.validate():.4f}", flush=True)
+    loss = next(train_branches(runner, seed, 0, [steps], ladder.warm_up))
+    print(f"base, seed {seed}: {steps} steps, {loss:.4f}", flush=True)
     model.save_pretrained(options.out / f"base-{seed}")
 
 
@@ -125,7 +104,6 @@ def train_on(options: argparse.Namespace, arm: str, lr: float, seed: int) -> lis
 
     ladder, device = QUICK if options.quick else FULL, torch.device(options.device)
     torch.set_float32_matmul_precision("high")
-    text = Text(options.data, ladder, device)
     base: Any = AutoModelForCausalLM.from_pretrained(options.out / f"base-{seed}", dtype=torch.float32).to(device)
     first, budget = base_steps(options, ladder, base), flops_of_step(ladder, base)
     model, optimizer = base, make_optimizer(base, lr)
@@ -136,12 +114,11 @@ def train_on(options: argparse.Namespace, arm: str, lr: float, seed: int) -> lis
         model, report = mupscale.hf.upscale(base, how.pop("factor", 1), optimizer=optimizer, seed=seed, **how)
         assert isinstance(report.optimizer, Optimizer)
         optimizer = report.optimizer
-    training = Training(text, model, optimizer, seed, first)
-    before, cost = training.validate(), flops_of_step(ladder, model)
+    runner = make_runner(text_of(options), model, optimizer)
+    before, cost, tokens = runner.validate(), flops_of_step(ladder, model), ladder.rows * ladder.context
     ends = [round(share * first * budget / cost) for share in SHARES]
-    losses = train_branches(training, ends, ladder.warm_up)
+    losses = list(train_branches(runner, seed, first, ends, ladder.warm_up))
     print(f"{arm}, lr {lr}, seed {seed}: {before:.4f}, {[round(loss, 4) for loss in losses]}", flush=True)
-    tokens = ladder.rows * ladder.context
     return [
         (arm, lr, seed, share, end, end * tokens, f"{end * cost:.4g}", f"{before:.4f}", f"{loss:.4f}")
         for share, end, loss in zip(SHARES, ends, losses, strict=True)
@@ -163,11 +140,10 @@ def main(arguments: list[str]) -> None:
     options.tokens = options.tokens or (0.002 if options.quick else 20)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.out.mkdir(parents=True, exist_ok=True)
+    jobs = product(ARMS, options.lrs, options.seeds)
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as executor:
         missing = [seed for seed in options.seeds if not (options.out / f"base-{seed}").exists()]
-        for made in [executor.submit(train_base, options, seed) for seed in missing]:
-            made.result()
-        jobs = [(arm, lr, seed) for arm in ARMS for lr in options.lrs for seed in options.seeds]
-        rows = [row for made in [executor.submit(train_on, options, *job) for job in jobs] for row in made.result()]
+        list(executor.map(partial(train_base, options), missing))
+        rows = chain.from_iterable(list(executor.map(partial(train_on, options), *zip(*jobs, strict=True))))
     with (options.out / "released.csv").open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([HEADER, *rows])

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Row, clear_memory, peak_gb, rate, run
-from benchmarks.training import Case, bare
+from benchmarks.harness import Options, Row, clear_memory, peak_gb, rate
+from benchmarks.training import Case, bare, timed
+from mupscale.commands.cli import described
 from mupscale.commands.config import at, temporary_file
-from mupscale.commands.configured import described
 from mupscale.commands.lab.run import Run, open_stacked, with_run, without_announcements
 from mupscale.commands.lab.space import for_trials
 from mupscale.commands.lab.stack_loop import StackLoop
@@ -151,7 +151,7 @@ def bare_steps(
     precision, steps = ("bf16-mixed", 500) if on_gpu else ("32-true", 5)
     single = Case(name, partial(make, compile=on_gpu), lambda _: [batch], None, "", 1, steps, 10, precision, 0)
     clear_memory()
-    clock, _ = bare(single, device)
+    clock, _ = timed(bare(single, device), 10, steps)
     yield {"case": name, "way": "1, by itself", "trials × steps/s": clock.rate(10, 10 + steps), "peak GB": peak_gb()}
     ways = [(size, False) for size in sizes] + ([(sizes[-1], True)] if on_gpu else [])
     for size, compiled in ways:
@@ -203,13 +203,11 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             yield {"case": f"{name}, one by one", **cases[name], **time_single(cases[name], options)}
 
 
-def main(arguments: list[str]) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "part": {"nargs": "?", "choices": ["fits", "bare"], "default": "fits"},
-        "--data_dir": {"help": "the folder of the full Covertype"},
-        "--epochs": {"type": int, "default": 8},
-        "--sizes": {"default": "2,4,8", "help": "of the stacks whose steps alone are timed"},
-        "--cases": {"default": "", "help": "the names of cases, separated by semicolons"},
-        "--separate": {"action": "store_true", "help": "also one trial by itself"},
-    }
-    run(__doc__, rows, arguments, options)
+OPTIONS: Options = {
+    "part": {"nargs": "?", "choices": ["fits", "bare"], "default": "fits"},
+    "--data_dir": {"help": "the folder of the full Covertype"},
+    "--epochs": {"type": int, "default": 8},
+    "--sizes": {"default": "2,4,8", "help": "of the stacks whose steps alone are timed"},
+    "--cases": {"default": "", "help": "the names of cases, separated by semicolons"},
+    "--separate": {"action": "store_true", "help": "also one trial by itself"},
+}

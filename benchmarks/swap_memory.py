@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import mupscale
-from benchmarks.harness import Row, choices, quieten, run
+from benchmarks.harness import Options, Row, choices, quieten
 from mupscale.callbacks.swap import Swap
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
@@ -163,10 +163,9 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         yield from launched(processes, noises, 64 if options.quick else options.width, options.device.type)
 
 
-def main(arguments: list[str]) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "--processes": {"default": "2,4", "help": "comma-separated"},
-        "--width": {"type": int, "default": 1024, "help": "the wide one"},
-        "--noise": {"default": ",".join(NOISE), "help": "a comma-separated part of these"},
-    }
-    run(__doc__, rows, ["--device", "cpu", *arguments], options)
+OPTIONS: Options = {
+    "--device": {"type": torch.device, "default": "cpu"},
+    "--processes": {"default": "2,4", "help": "comma-separated"},
+    "--width": {"type": int, "default": 1024, "help": "the wide one"},
+    "--noise": {"default": ",".join(NOISE), "help": "a comma-separated part of these"},
+}

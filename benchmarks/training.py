@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,54 +110,71 @@ def fit(case: Case, device: torch.device, *callbacks: Callback) -> float:
     return float(module.train_loss)
 
 
-def bare(case: Case, device: torch.device) -> tuple[Clock, float]:
-    clock = Clock(1, case.warm_up, case.warm_up + case.steps)
+class BareStep:
+    """A step of a bare loop: the loss of a batch, its gradients, which `clip` may change, and the optimizer's step."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any], Tensor],
+        clip: Callable[[], Any],
+        device: torch.device,
+        bfloat16: bool,
+    ) -> None:
+        self.optimizer, self._loss, self._clip = optimizer, loss, clip
+        self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False)
+        self._captured: CapturedStep | None = None
+
+    def __call__(self, batch: Any) -> Tensor:
+        if self._captured is not None:
+            return self._captured(batch)
+        self.optimizer.zero_grad()
+        loss = self._gradients(batch)
+        self.optimizer.step()
+        return loss.detach()
+
+    def capture(self, batch: Any) -> None:
+        """Makes a CUDA graph of all further steps."""
+        self._captured = CapturedStep(self._gradients, self.optimizer, batch)
+
+    def loss(self, batch: Any) -> Tensor:
+        with self._autocast():
+            return self._loss(batch)
+
+    def _gradients(self, batch: Any) -> Tensor:
+        loss = self.loss(batch)
+        loss.backward()
+        self._clip()
+        return loss
+
+
+def bare(case: Case, device: torch.device) -> Iterator[Tensor]:
+    """The losses of a bare loop's steps, each taken when it is asked for."""
     module = case.module()
     with device:
         module.configure_model()
-    optimizer = module.configure_optimizers()
     torch.backends.cudnn.benchmark = True
-
-    def gradients(batch: Any) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=case.precision == "bf16-mixed", cache_enabled=False):
-            loss = module.loss(batch)
-        loss.backward()
-        if case.clip is not None:
-            mupscale.clip_grad_norm_(module.net, case.clip)
-        return loss
-
-    def eager(batch: Any) -> Tensor:
-        optimizer.zero_grad()
-        loss = gradients(batch)
-        optimizer.step()
-        return loss.detach()
-
-    step: Callable[[Any], Tensor] = eager
+    clip = partial(mupscale.clip_grad_norm_, module.net, case.clip) if case.clip is not None else lambda: None
+    step = BareStep(module.configure_optimizers(), module.loss, clip, device, case.precision == "bf16-mixed")
     for count, batch in enumerate(endless(case.batches(device)), start=1):
         if count == 4 and device.type == "cuda":
-            step = CapturedStep(gradients, optimizer, batch)
-        loss = step(batch)
-        clock.after(count)
-        if count == case.warm_up + case.steps:
-            return clock, float(loss)
-    raise AssertionError("no batches")
+            step.capture(batch)
+        yield step(batch)
+
+
+def timed(steps: Iterator[Any], warm_up: int, count: int) -> tuple[Clock, Any]:
+    """A clock of so many steps, and what the last one gave."""
+    clock, last = Clock(1, warm_up, warm_up + count), None
+    for number in range(1, warm_up + count + 1):
+        last = next(steps)
+        clock.after(number)
+    steps.close()  # type: ignore[attr-defined]  # stops its workers, and frees its memory
+    return clock, last
 
 
 def endless(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
-
-
-def draft(case: Case, device: torch.device) -> tuple[Clock, None]:
-    assert case.draft is not None
-    last = case.warm_up + case.draft_steps
-    clock = Clock(1, case.warm_up, last)
-    steps = case.draft(device)
-    for count in range(1, last + 1):
-        next(steps)
-        clock.after(count)
-    steps.close()  # type: ignore[attr-defined]
-    return clock, None
 
 
 def first_draft(
@@ -180,14 +198,18 @@ def first_draft(
         yield
 
 
-Side = Callable[[Case, torch.device], tuple[Clock, float | None]]
-
-
-def measured(case: Case, name: str, side: Side, device: torch.device) -> Row:
+def measured(case: Case, name: str, device: torch.device) -> Row:
     """Memory is in GB at its peak; `grown` in MB from the end of the warm-up to the last step."""
     clear_memory()
     seed_everything(0, verbose=False)
-    clock, loss = side(case, device)
+    loss: Any = None
+    if name == "ours":
+        clock, loss = ours(case, device)
+    elif name == "bare":
+        clock, loss = timed(bare(case, device), case.warm_up, case.steps)
+    else:
+        assert case.draft is not None
+        clock, _ = timed(case.draft(device), case.warm_up, case.draft_steps)
     first, last = case.warm_up, max(clock.at)
     steps = clock.rate(first, last)
     flops = case.module().training_flops(next(iter(case.batches(torch.device("cpu")))))
@@ -200,7 +222,7 @@ def measured(case: Case, name: str, side: Side, device: torch.device) -> Row:
         "GB": peak_gb(),
         "grown MB": (clock.held[last] - clock.held[first]) / 1e6,
         "first s": clock.at[1] - clock.started,
-        "last loss": loss if loss is not None else "",
+        "last loss": float(loss) if loss is not None else "",
     }
 
 
@@ -213,27 +235,26 @@ def matmul_peak(device: torch.device) -> float:
     return 2 * size**3 * rate(lambda: a @ b, 1.0, at_once=20) / 1e12
 
 
-def rows(given: argparse.Namespace, cases: list[Case]) -> Iterator[Row]:
+def compare_sides(given: argparse.Namespace, cases: list[Case]) -> Iterator[Row]:
     """Measures the sides of all cases, each beside those before it."""
     torch.set_float32_matmul_precision("high")
-    sides: dict[str, Side] = {case.rival: draft for case in cases if case.draft}
-    sides |= {"bare": bare, "ours": ours}
-    wanted = choices("--sides", given.sides or ",".join(sides), sides)
+    known = [*dict.fromkeys(case.rival for case in cases if case.draft), "bare", "ours"]
+    sides = [side for side in known if side in choices("--sides", given.sides or ",".join(known), known)]
     yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
     for case in (case for case in cases if given.only in case.name):
-        measurements = []
+        measurements: list[Row] = []
         for _ in range(given.repeat):
             before: dict[str, float] = {}
-            for name in (name for name in sides if name in wanted):
+            for side in sides:
                 if given.repeat == 1 or not measurements:  # repetitions need not compile again
                     torch.compiler.reset()
-                row = measured(case, name, sides[name], given.device)
+                row = measured(case, side, given.device)
                 row |= {f"÷ {other}": row["steps/s"] / speed for other, speed in before.items()}
-                before[name] = row["steps/s"]
+                before[side] = row["steps/s"]
                 measurements.append(row)
                 yield row
         if given.repeat > 1:
-            yield from (summary(measurements, name) for name in sides if name in wanted)
+            yield from (summary(measurements, side) for side in sides)
     yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
 
 

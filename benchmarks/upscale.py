@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import mupscale
-from benchmarks.harness import Row, choices, clear_memory, now, quieten, run
+from benchmarks.harness import Row, choices, clear_memory, now, quieten
 from mupscale.models.gpt2 import GPT2Net
 
 # target parameters: width and layers of the wide model; vocabulary 50,304, context 1024, tied embedding
@@ -111,6 +111,4 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             yield measured(name, options.device, noise, consume)
 
 
-def main(arguments: list[str]) -> None:
-    sizes = {"default": "125M,630M,2.3B", "help": "a comma-separated part of 125M,630M,2.3B"}
-    run(__doc__, rows, arguments, {"--sizes": sizes})
+OPTIONS = {"--sizes": {"default": "125M,630M,2.3B", "help": "a comma-separated part of 125M,630M,2.3B"}}

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -69,6 +68,10 @@ FAST = {
 }
 """Command lines, and what the message must contain."""
 
+FINEWEB = "{class_path: FineWeb, init_args: {batch_size: 4, context: 8}}"
+SIZES = "hidden_size: 16, intermediate_size: 16, num_attention_heads: 2, num_hidden_layers: 1, vocab_size: 4096"
+LLAMA = f"{{class_path: HFCausalLM, init_args: {{config: {{model_type: llama, {SIZES}, hidden_act: gelu_fsat}}}}}}"
+
 COMMANDS = {
     # fit, validate, test, predict
     "fit without anything": ("fit", "give --config FILE, or --model and --data"),
@@ -96,7 +99,6 @@ COMMANDS = {
         "plan --config twice.yaml --trainer.callbacks.init_args.width=16",
         "at_step = 5: two upscales to width 16, twice",
     ),
-    "fit: a callback that is a number": ("fit --config c.yaml --trainer.callbacks=[3]", "of a Callback. Got value: 3"),
     "validate without a checkpoint": ("validate --config c.yaml", "--ckpt_path runs/NAME"),
     "test without a checkpoint": ("test --config c.yaml", "test needs a checkpoint"),
     "predict from a base": ("predict --config c.yaml --model.init_from=base.ckpt", "--ckpt_path base.ckpt"),
@@ -106,9 +108,7 @@ COMMANDS = {
     ),
     "validate: a malformed checkpoint": ("validate --config c.yaml --ckpt_path weights.ckpt", "wanted a dense tensor"),
     "validate: not ours": ("validate --config c.yaml --ckpt_path foreign.ckpt", "use a checkpoint of a mupscale run"),
-    "predict: no checkpoint": ("predict --config c.yaml --ckpt_path no.ckpt", "Name one, or continue a run"),
     # plan, verify
-    "plan: a typo": ("plan --config c.yaml --model.wdith=3", "Did you mean width?"),
     "plan: never reached": ("plan --config grown.yaml --trainer.max_steps=3", "UpscaleCallback.at_step = 5 is never"),
     "plan: no such method": ("plan --config grown.yaml '--callback_args={UpscaleCallback: {method: Lmon}}'", "Lmon"),
     "plan: no next layer": (
@@ -125,10 +125,12 @@ COMMANDS = {
     # sweep
     "sweep: nan": ("sweep --config c.yaml --out s --sweep model.optimizer.lr=.nan,0.1", "values must be finite"),
     "sweep: a mapping": ("sweep --config c.yaml --out s --sweep 'model.width={a: 1}'", "give LOW:HIGH:N, or values"),
+    "sweep: a stack": (
+        "sweep --config c.yaml --out s --sweep model.width=8 --stack x",
+        "--stack x: give auto, off, or",
+    ),
     "sweep: a typo": ("sweep --config c.yaml --out s --sweep modle.width=8", "a key starts with one of"),
-    "sweep: no metric": ("sweep --config c.yaml --out s --sweep model.width=8 --metric ''", "give last_epoch"),
     # experiment
-    "experiment: a text": ("experiment text.txt", "protocol must be upscale or transfer"),
     "experiment: seeds": ("experiment seeds.yaml --plan", "seeds are whole numbers from 0"),
     "experiment: noise": ("experiment noise.yaml --plan", "noise: give class_path and init_args of a Noise"),
     # report, prepare, export, resume
@@ -137,23 +139,71 @@ COMMANDS = {
         "is not the configuration of a run: its values are of another kind",
     ),
     "report: an experiment that is a list": ("report experiments", "experiment.json is damaged"),
-    "prepare: bytes": ("prepare text bytes.yaml --vocab 300 --out p", "is not UTF-8"),
-    "prepare: half a parquet file": ("prepare text half.parquet --vocab 300 --out p", "half.parquet cannot be read"),
     "prepare: deep JSON": ("prepare text deep.jsonl --vocab 300 --out p", "is not a JSON object with a string `text`"),
-    "prepare: a vocabulary of 5": ("prepare text text.txt --vocab 5 --out p", "wanted 257"),
-    "prepare: nothing held out": ("prepare text text.txt --vocab 300 --out p --val-fraction nan", "between 0 and 1"),
     "export: another model": ("export mlp.ckpt --out o", "only those of HFCausalLM can be exported"),
     "export: a folder that exists": ("export mlp.ckpt --out folder", "name another folder, or delete it"),
     "resume: no checkpoint": ("resume listed", "has no checkpoint that can be read"),
     "resume: a typo": ("resume run --trainer.max_stps=4", "Did you mean trainer.max_steps"),
+    # checkpoints that are damaged
+    "validate: a folder": ("validate --config c.yaml --ckpt_path shards.ckpt", "shards.ckpt/.metadata is damaged"),
+    "validate: whole numbers": (
+        "validate --config c.yaml --ckpt_path whole.ckpt",
+        "whole numbers in net.layers.0.weight, and the network fr",
+    ),
+    "validate: a step": ("validate --config c.yaml --ckpt_path step.ckpt", "global_step is [1], wanted int"),
+    "fit: optimizers": ("fit --config c.yaml --ckpt_path lists.ckpt", "its optimizer state: its values are of another"),
+    "fit: loops": ("fit --config c.yaml --ckpt_path inside.ckpt", "the checkpoint cannot be restored"),
+    "fit: callbacks": ("fit --config c.yaml --ckpt_path callbacks.ckpt", "callbacks is [3], wanted dict"),
+    "fit: a callback": ("fit --config c.yaml --ckpt_path exact.ckpt", "ExactResume in the checkpoint: its values are"),
+    "fit: a sparse base": ("fit --config c.yaml --model.init_from=sparse.ckpt", "wanted a dense tensor; use another"),
+    "upscale: complex numbers": ("upscale complex.ckpt --width 16 --out o", "has complex numbers in layers.0.weight"),
+    "upscale: another shape": ("upscale shape.ckpt --width 16 --out o", "size mismatch for layers.0.weight"),
+    "upscale: too much noise": ("upscale base.ckpt --width 16 --noise 1e308 --out o", "too large for torch.float32"),
+    # what only a library can judge
+    "fit: other data": (f"fit --config c.yaml '--data={FINEWEB}'", "model and data: m"),
+    "fit: an activation": (f"fit --config c.yaml '--data={FINEWEB}' '--model={LLAMA}'", "there is no 'gelu_fsat'"),
+    "coord-check: many steps": (
+        f"coord-check --config c.yaml --widths 8,16,32 --steps 1{'0' * 400}",
+        "argument --steps: invalid int value: '10000",
+    ),
+    "plan: no options": ("plan --config c.yaml --config value.yaml", "checkpoint: wanted options by name, got None"),
+    "experiment: a list": ("experiment listed.yaml --plan", "listed.yaml: its values are of another kind"),
+    "fit: no validation": (
+        "fit --config c.yaml --trainer.check_val_every_n_epoch=0",
+        "check_val_every_n_epoch must be at least 1, got 0",
+    ),
+    "fit: many devices": ("fit --config c.yaml --trainer.devices=99", "trainer.devices = 99: on a CPU each device is"),
+    "fit: an optimizer for GPUs": (
+        "fit --config c.yaml --model.optimizer.capturable=true",
+        "model.optimizer: If capturable=True",
+    ),
+    "fit: gradients of gradients": (
+        "fit --config c.yaml --model.optimizer.differentiable=true",
+        "model.optimizer: a leaf Variable",
+    ),
+    "fit: sparse gradients": (
+        "fit --config c.yaml --model.optimizer=SparseAdam",
+        "model.optimizer: SparseAdam does not support dense gradients",
+    ),
+    "fit: a schedule of no steps": (
+        "fit --config c.yaml '--model.lr_scheduler={class_path: CosineAnnealingLR, init_args: {T_max: 0}}'",
+        "model.lr_scheduler: integer modulo by zero",
+    ),
+    "fit: a bucket": ("fit --config s3://bucket/c.yaml", "Install s3fs to access S3"),
+    "fit: a loop of links": ("fit --config loop", "config: File does not exist"),
+    "upscale: a loop of links": ("upscale loop --width 16 --out o", "loop"),
+    "fit: checkpoints in a loop": ("fit --config c.yaml --checkpoint.dirpath=loop", "loop"),
+    "fit: half a pattern": ("fit --config c.yaml '--checkpoint.filename={step'", "= {step: expected '}' before end"),
+    "fit: a name elsewhere": ("fit --config c.yaml --checkpoint.filename=s3://b/x", "= s3://b/x: give a name"),
+    "fit: a logger's number": ("fit --config c.yaml '--trainer.logger.flush_secs=[]'", "unsupported operand type"),
 }
 """More of them, which take longer."""
 
 OPTIMIZER, NOISE = "--model.optimizer", "--trainer.callbacks.init_args.noise"
 NUMBERS = {
-    f"{OPTIMIZER}.lr=.nan": "model.optimizer.lr must be a finite number of at least 0, got nan",
-    f"{OPTIMIZER}.weight_decay=-1": "model.optimizer.weight_decay must be a finite number",
-    f"{OPTIMIZER}.betas=[0.9,-0.1]": "model.optimizer.betas.1 must be a finite number",
+    f"{OPTIMIZER}.lr=.nan": "model.optimizer: Invalid learning rate: nan",
+    f"{OPTIMIZER}.lr=.inf": "model.optimizer: lr of AdamW must be a finite number of at least 0, got inf",
+    f"{OPTIMIZER}.betas=[0.9,-0.1]": "model.optimizer: Invalid beta parameter at index 1: -0.1",
     "--model.lr_scheduler=ExponentialLR --model.lr_scheduler.gamma=.nan": "model.lr_scheduler.gamma must be a finite",
     "--trainer.gradient_clip_val=-1": "trainer.gradient_clip_val must be a finite number",
     "--trainer.callbacks.init_args.lr=.nan": "UpscaleCallback.lr must be positive and finite, got nan",
@@ -163,10 +213,7 @@ NUMBERS = {
 """Options of `fit`, which are refused before data is loaded."""
 
 SWEEP = {"UpscaleCallback.noise.std": [0.1, 0.2]}
-EXPERIMENTS: dict[str, dict[str, Any]] = {
-    "seeds": {"seeds": [-1]},
-    "noise": {"noise": 0.1},
-}
+EXPERIMENTS: dict[str, dict[str, Any]] = {"seeds": {"seeds": [-1]}, "noise": {"noise": 0.1}}
 """What is wrong with each file of an experiment."""
 
 
@@ -195,9 +242,32 @@ CHECKPOINTS: dict[str, tuple[Change, str]] = {
     "width of text": (in_arguments(width="8"), "width is '8', wanted int or list or tuple"),
     "a huge width": (in_arguments(width=10**12), "does not fit into memory"),
     "layers of text": (in_arguments(hidden_layers="many"), "model.hidden_layers must be a whole number"),
+    "another argument": (in_arguments(nonsense=1), "hyper_parameters do not fit MLP: "),
+    "a weight too few": (
+        lambda checkpoint: checkpoint["state_dict"].pop("net.readout.weight"),
+        "weights are not those of a MLP: ",
+    ),
     "schedules": (lambda checkpoint: checkpoint.update(lr_schedulers=3), "lr_schedulers is 3, wanted list"),
 }
 """How a checkpoint for `upscale` is malformed, and what the message must contain."""
+
+
+def weight(change: Callable[[torch.Tensor], torch.Tensor], name: str = "net.layers.0.weight") -> Change:
+    return lambda checkpoint: checkpoint["state_dict"].update({name: change(checkpoint["state_dict"][name])})
+
+
+DAMAGED: dict[str, Change] = {
+    "sparse": weight(lambda tensor: tensor.to_sparse()),
+    "shape": weight(lambda tensor: tensor[:3]),
+    "whole": weight(lambda tensor: tensor.int()),
+    "complex": weight(lambda tensor: tensor * 1j),
+    "lists": lambda checkpoint: checkpoint.update(optimizer_states=[[1, 2]]),
+    "step": lambda checkpoint: checkpoint.update(global_step=[1]),
+    "inside": lambda checkpoint: checkpoint["loops"].update(fit_loop=3),
+    "callbacks": lambda checkpoint: checkpoint.update(callbacks=[3]),
+    "exact": lambda checkpoint: checkpoint["callbacks"].update(ExactResume=3),
+}
+"""How a checkpoint of a run of c.yaml is."""
 
 
 def net(width: int = 8) -> nn.Module:
@@ -206,15 +276,6 @@ def net(width: int = 8) -> nn.Module:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def normed(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
-
-
-def by_muon() -> mupscale.UpscaleReport:
-    narrow, wide = (nn.Sequential(nn.Linear(4, n, bias=False), nn.Linear(n, 3, bias=False)) for n in (8, 12))
-    return mupscale.upscale(narrow, wide, torch.optim.Muon(narrow.parameters()))
 
 
 def with_rate(rate: float) -> mupscale.UpscaleReport:
@@ -280,28 +341,14 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mupscale.plan(EightBits(8, torch.int8), EightBits(16, torch.int8)),
         "Take the model as it was before",
     ),
-    "plan of a fraction under a norm": (
-        lambda: mupscale.plan(normed(8), normed(12)),
-        "by a whole factor, such as to 16",
-    ),
-    "plan of a fraction that nothing reads": (
-        lambda: mupscale.plan(nn.Linear(4, 8), nn.Linear(4, 12)),
-        "Choose a multiple of 8, or give the pieces",
-    ),
-    "upscale by a fraction with Muon": (by_muon, "give it to AdamW in a second optimizer"),
     "plan of packed weights": (lambda: mupscale.plan(Packed(8), Packed(16)), "Take the model as it was before"),
     "plan of quantised tensors": (lambda: mupscale.plan(affine(8), affine(16)), "Take the model as it was before"),
     "upscale with a class": (lambda: mupscale.upscale(net(), net(16), torch.optim.SGD), "or a list of them"),
     "upscale with lr nan": (lambda: with_rate(math.nan), "lr of AdamW must be a finite number"),
-    "upscale with noise that is a number": (lambda: mupscale.upscale(net(), net(16), noise=0.1), "AdditiveNoise(std)"),
     "upscale with no hints": (lambda: mupscale.upscale(net(), net(16), hints=3), "hints must be mupscale.Hints"),
     "upscale with another plan": (
         lambda: mupscale.upscale(net(), net(32), hints=mupscale.plan(net(), net(16))),
         "Make a new one",
-    ),
-    "noise in patterns of numbers": (
-        lambda: mupscale.upscale(net(), net(16), noise=mupscale.AdditiveNoise(0.1, where={3: True})),
-        "name patterns mapped to True or False",
     ),
     "noise saved nowhere": (lambda: mupscale.upscale(net(), net(16)).save_noise("/proc/n"), "name another file"),
     "verify None": (lambda: verified(narrow=None), "verify: narrow must be a torch.nn.Module"),
@@ -326,6 +373,18 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = (folder / "mlp.ckpt").read_bytes()
     (folder / "half.ckpt").write_bytes(whole[: len(whole) // 2])
     small(folder / "c.yaml")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(["fit", "--config", "c.yaml", "--trainer.max_steps=2", "--trainer.enable_progress_bar=false"])
+    next((folder / "runs").rglob("resume/*.ckpt")).rename(folder / "base.ckpt")
+    shutil.rmtree(folder / "runs")
+    for name, change in DAMAGED.items():
+        save_changed(folder / "base.ckpt", folder / f"{name}.ckpt", change)
+    (folder / "shards.ckpt").mkdir()
+    torch.save({"state_dict": {}}, folder / "shards.ckpt/meta.pt")
+    (folder / "loop").symlink_to("loop")
+    (folder / "value.yaml").write_text("checkpoint: null\n")
+    (folder / "listed.yaml").write_text("protocol: [upscale]\nconfig: c.yaml\n")
     small(folder / "grown.yaml", upscale(5, 16))
     small(folder / "twice.yaml", upscale(5, 16), upscale(5, 32))
     noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
@@ -339,7 +398,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "folder" / "text.txt").write_text("plain")
     (folder / "bytes.yaml").write_bytes(bytes(range(256)))
     (folder / "list.yaml").write_text("- 1\n")
-    (folder / "half.parquet").write_bytes(b"PAR1")
     (folder / "deep.jsonl").write_text("[" * 100_000 + "\n")
     (folder / "listed" / "config.yaml").write_text("- 1\n")
     (folder / "experiments" / "experiment.json").write_text(json.dumps([1]))
@@ -358,13 +416,8 @@ def inside(workshop: Path, in_an_empty_folder: None, monkeypatch: pytest.MonkeyP
 
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Every path in a folder, and the bytes of the files."""
-    found: dict[str, bytes | None] = {}
-    for root, folders, files in os.walk(folder):
-        for name in folders:
-            found[str(Path(root, name))] = None
-        for name in files:
-            found[str(Path(root, name))] = Path(root, name).read_bytes()
-    return found
+    paths = sorted(folder.rglob("*"))
+    return {str(path): None if path.is_symlink() or path.is_dir() else path.read_bytes() for path in paths}
 
 
 def assert_refused(command: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:

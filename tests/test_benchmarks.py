@@ -7,6 +7,7 @@ import logging
 import math
 import runpy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from paths import ROOT
 from programs import run_program
 
-from benchmarks import ladder, released
+from benchmarks import ladder
 from benchmarks.__main__ import NAMES, main
 from mupscale.callbacks import upscale
 from mupscale.models import gpt2
@@ -68,47 +69,6 @@ def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert printed[2][1] == f"{ours['steps/s']:,.4g}"
 
 
-NETWORK = """
-import mup
-from torch import nn
-from torch.nn import functional as F
-from types import SimpleNamespace as GPTConfig
-
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        print("a network")
-        assert config.bias and (config.n_layer, config.n_head, config.block_size) == (2, 2, 32)
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.lm_head = mup.MuSharedReadout(self.wte.weight, bias=False)
-
-    def forward(self, x, targets):
-        logits = self.lm_head(self.wte(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-"""
-
-
-def stand_in_checkout(folder: Path, network: str = NETWORK) -> Path:
-    """The files and names of the authors' repository that are used."""
-    source = folder / "src" / "weight_transfer"
-    (source / "GPT2").mkdir(parents=True)
-    (source / "GPT2" / "gpt2_model.py").write_text(network)
-    (source / "optim.py").write_text("from mup import MuAdamW")
-    return folder
-
-
-@pytest.mark.slow
-def test_gpt2_beside_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkout = stand_in_checkout(tmp_path / "checkout")
-    out = tmp_path / "rows.json"
-    main(["gpt2", "--quick", "--device", "cpu", "--against", str(checkout), "--out", str(out)])
-    _, authors, bare, ours, _ = json.loads(out.read_text())["rows"]
-    assert [row["side"] for row in (authors, bare, ours)] == ["authors", "bare", "ours"]
-    assert bare["last loss"] == ours["last loss"]
-    assert ours["÷ authors"] == pytest.approx(ours["steps/s"] / authors["steps/s"])
-    assert "a network" not in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_growth_in_both_directions_is_timed(tmp_path: Path) -> None:
     main(["pause", "--quick", "--device", "cpu", "--ways", "ahead", "--out", str(tmp_path / "rows.json")])
@@ -135,20 +95,6 @@ def test_help_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("options", "least", "most"), [([], 2, 4), (["--deep"], 1.5, 2)])
-def test_folders_beside_cp(
-    options: list[str], least: float, most: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["folder", "--quick", *options, "--where", str(tmp_path), "--out", str(tmp_path / "row.json")])
-    (row,) = json.loads((tmp_path / "row.json").read_text())["rows"]
-    assert least < row["wide_gb"] / row["narrow_gb"] < most
-    assert row["peak_gb"] > row["largest_wide_tensor_gb"] > 0
-    assert "cp_seconds" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["row.json"]
-
-
-@pytest.mark.slow
 def test_a_rank_grows_within_its_shard_and_half_a_tensor(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """It takes 0.31 of the largest tensor; wide tensors made whole take 0.81, narrow weights that stay alive 1.32."""
     rows = tmp_path / "rows.json"
@@ -161,58 +107,31 @@ def test_a_rank_grows_within_its_shard_and_half_a_tensor(tmp_path: Path, pytestc
 
 
 @pytest.mark.slow
-def test_a_ladder_grows_from_its_trunks_and_keeps_finished_runs(tmp_path: Path) -> None:
+def test_a_ladder_grows_from_its_trunks_and_keeps_finished_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, growths = list(ladder.QUICK.fixed.items())[:3], list(ladder.QUICK.grown.items())[:2]
+    shorter = dataclasses.replace(ladder.QUICK, fixed=dict(sizes), grown=dict(growths))
+    monkeypatch.setitem(ladder.LADDERS, "quick", shorter)
+    monkeypatch.setattr(ladder, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
     options = ["--device", "cpu", "--only", "lr0.0078-seed0", "--out", str(tmp_path), "--seeds", "0"]
     command = ["ladder", "--ladder", "quick", *options]
     main(command)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*.json")}
-    assert len(kept) == 5 + 7 + 1, "sizes, ways to grow, a level of noise"
+    ways = [way for ways, _ in shorter.grown.values() for way in ways]
+    assert len(kept) == 3 + len(ways) + 1, "sizes, ways to grow, a level of noise"
     main(command)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*.json")} == kept
     main(["ladder", "--collect", str(tmp_path), "--out", str(tmp_path)])
     with (tmp_path / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * (len(kept) - 2), "two sizes only grow"
+    assert len(rows) == 2 * len(kept)
     for row in rows:
         budget = ladder.QUICK.budget(float(row["budget"]))
         step = ladder.QUICK.flops(ladder.Size(int(row["width"]), int(row["layers"])))
         assert abs(float(row["flops"]) - budget) <= 2 * step, "narrow part, trunk and branch together cost the budget"
         if row["depth"] == "identity" or row["noise"] == "0.12":
             assert float(row["loss_after_growth"]) == pytest.approx(float(row["loss_before_growth"]), abs=2e-4)
-
-
-@pytest.mark.slow
-def test_a_start_that_exists_costs_nothing(tmp_path: Path) -> None:
-    """Its run is trained on by the whole budget, a fifth of it with a falling rate, from where the start stood."""
-    start, device = ladder.Size(16, 1), torch.device("cpu")
-    point = 8 * 32 / ladder.QUICK.parameters(start)  # eight steps of 32 tokens
-    growths = {(start, start): ((ladder.FIXED,), {point: (0.0,)})}
-    sunk = dataclasses.replace(ladder.QUICK, sunk=True, grown=growths, top=start, tokens_per_parameter=20 / 8 * point)
-    runner = ladder.Runner(sunk, start, ladder.Text(None, sunk, device), device)
-    (tmp_path / "states").mkdir()
-    ladder.train_run(sunk, ladder.Run(start, sunk.lr, 0, ()), runner, tmp_path)
-    continued = ladder.Run(start, sunk.lr, 0, (0.0,), start, point)
-    assert continued.is_ready(tmp_path)
-    result = ladder.train_run(sunk, continued, runner, tmp_path)
-    assert result["around_growth"][0] == result["around_growth"][1]
-    assert result["ends"][0]["tokens"] == (8 + 20) * 32
-    branch = [tokens for power, tokens, *_ in result["curve"] if power == 0.0]
-    assert min(branch) > (8 + 16) * 32 >= max(tokens for power, tokens, *_ in result["curve"] if power is None)
-
-
-@pytest.mark.exhaustive
-def test_a_released_checkpoint_is_trained_on(tmp_path: Path) -> None:
-    main(["released", "--quick", "--lrs", "0.004", "--device", "cpu", "--out", str(tmp_path)])
-    rows = list(csv.DictReader((tmp_path / "released.csv").read_text().splitlines()))
-    by_arm = {row["arm"]: row for row in rows if row["share"] == "1.0"}
-    assert list(by_arm) == list(released.ARMS)
-    before = {arm: float(row["loss_before"]) for arm, row in by_arm.items()}
-    kept = before["as it is"]
-    assert before["twice as wide"] == before["twice as deep, identity"] == kept
-    assert before["twice as deep, stack"] != kept
-    spent = [float(row["flops"]) for row in by_arm.values()]
-    assert max(spent) < 1.1 * min(spent), "up to a step"
-    assert all(float(row["loss"]) < kept for row in by_arm.values())
 
 
 def test_a_ladder_counts_every_parameter() -> None:
@@ -226,15 +145,14 @@ def test_a_grown_trunk_of_a_ladder_continues_the_narrow_one() -> None:
     """Without noise the wide trunk has the losses of the narrow one, by weights, optimizer state and rates."""
     narrow, wide = next(iter(ladder.QUICK.grown))
     device = torch.device("cpu")
-    text = ladder.Text(None, ladder.QUICK, device)
-    runners = [ladder.Runner(ladder.QUICK, size, text, device) for size in (narrow, wide)]
+    runners = [ladder.make_runner("quick", None, "cpu", size) for size in (narrow, wide)]
     torch.manual_seed(0)
     runners[0].load(ladder.state_of(*ladder.make_model(ladder.QUICK, narrow, device)))
-    list(runners[0].train(0, range(6), lambda step: 0.002, points=1))
-    state = {name: tensor.clone() for name, tensor in runners[0].state.items()}
+    runners[0].train(0, range(6), lambda step: 0.002)
+    state = runners[0].copy()
     run = ladder.Run(wide, 0.002, 0, (), narrow, way=ladder.Way("", "duplication", 0.0))
     runners[1].load(ladder.grow(ladder.QUICK, run, state, device))
-    losses = [list(runner.train(0, range(6, 14), lambda step: 0.002, points=8)) for runner in runners]
+    losses = [runner.train(0, range(6, 14), lambda step: 0.002, points=8) for runner in runners]
     assert losses[1] == [(step, pytest.approx(loss, abs=2e-5)) for step, loss in losses[0]]
-    changes = [(tensor - state[name]).abs().max() for name, tensor in runners[0].state.items() if "/" not in name]
+    changes = [(tensor - state[name]).abs().max() for name, tensor in runners[0].copy().items() if "/" not in name]
     assert min(changes) > 1e-4

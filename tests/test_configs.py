@@ -58,6 +58,20 @@ class PaperExperiment(NamedTuple):
     overrides: list[str]
 
 
+def paper_runs(
+    large: tuple[int, int], small: tuple[int, int], lr: float, grown_lr: float, std: float, *, small_scratch: bool
+) -> dict[str, PaperRun]:
+    """A base, a run from scratch and one that grows, of the paper's sizes and of the small ones."""
+    runs = {}
+    for prefix, (narrow, wide), has_scratch in (("", large, True), ("small_", small, small_scratch)):
+        base = f"{prefix}base"
+        runs[base] = PaperRun(narrow, lr)
+        if has_scratch:
+            runs[f"{prefix}scratch"] = PaperRun(wide, lr)
+        runs[f"{prefix}upscale"] = PaperRun(narrow, grown_lr, wide, (AdditiveNoise, std), base)
+    return runs
+
+
 MLP = {"base_width": 1, "hidden_layers": 3, "inputs": 54, "outputs": 7}
 COVERTYPE = {"data_dir": "data/covertype", "batch_size": 2000}
 
@@ -65,15 +79,7 @@ RECIPE = {"tied": False, "readout_zero_init": True, "gain": 0.5, "embedding_std"
 
 GPT2_PAPER = PaperExperiment(
     "gpt2-paper",
-    {
-        "base_width": 24,
-        "layers": 12,
-        "heads": 12,
-        "vocabulary": 50304,
-        "context": 1024,
-        "tied": True,
-        "compile": True,
-    },
+    {"base_width": 24, "layers": 12, "heads": 12, "vocabulary": 50304, "context": 1024, "tied": True, "compile": True},
     torch.optim.AdamW,
     {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     {"data_dir": "data/fineweb", "context": 1024},
@@ -81,13 +87,7 @@ GPT2_PAPER = PaperExperiment(
     {"max_epochs": None, "max_steps": 10_000},
     "bf16-mixed",
     1.0,
-    {
-        "base": PaperRun(12 * 160, 0.0039),
-        "scratch": PaperRun(12 * 320, 0.0039),
-        "upscale": PaperRun(12 * 160, 0.002, 12 * 320, (AdditiveNoise, 0.05), "base"),
-        "small_base": PaperRun(12 * 16, 0.0039),
-        "small_upscale": PaperRun(12 * 16, 0.002, 12 * 32, (AdditiveNoise, 0.05), "small_base"),
-    },
+    paper_runs((1920, 3840), (192, 384), 0.0039, 0.002, 0.05, small_scratch=False),
     (24, 48),
     ["--model.layers=1", "--trainer.accumulate_grad_batches=1"],
 )
@@ -102,14 +102,7 @@ MLP_ADAMW = PaperExperiment(
     {"max_epochs": 500, "max_steps": -1},
     "32-true",
     None,
-    {
-        "base": PaperRun(500, 0.1),
-        "scratch": PaperRun(2000, 0.1),
-        "upscale": PaperRun(500, 0.013, 2000, (AdditiveNoise, 1.0), "base"),
-        "small_base": PaperRun(100, 0.1),
-        "small_scratch": PaperRun(400, 0.1),
-        "small_upscale": PaperRun(100, 0.013, 400, (AdditiveNoise, 1.0), "small_base"),
-    },
+    paper_runs((500, 2000), (100, 400), 0.1, 0.013, 1.0, small_scratch=True),
     (4, 16),
     [],
 )
@@ -120,13 +113,7 @@ GPT2_REDUCED = GPT2_PAPER._replace(
     data={"data_dir": "data/fineweb-8192", "context": 512},
     rows_per_step=128,
     length={"max_epochs": None, "max_steps": 1500},
-    runs={
-        "base": PaperRun(256, 0.0078),
-        "scratch": PaperRun(512, 0.0078),
-        "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.24), "base"),
-        "small_base": PaperRun(64, 0.0078),
-        "small_upscale": PaperRun(64, 0.0078, 128, (AdditiveNoise, 0.24), "small_base"),
-    },
+    runs=paper_runs((256, 512), (64, 128), 0.0078, 0.0078, 0.24, small_scratch=False),
     tiny=(64, 128),
     overrides=["--model.layers=1"],
 )
@@ -137,14 +124,7 @@ EXPERIMENTS = {
         name="mlp-sgd",
         optimizer=torch.optim.SGD,
         settings={"momentum": 0, "weight_decay": 1e-4},
-        runs={
-            "base": PaperRun(500, 0.4),
-            "scratch": PaperRun(2000, 0.4),
-            "upscale": PaperRun(500, 0.1, 2000, (AdditiveNoise, 1.25), "base"),
-            "small_base": PaperRun(100, 0.4),
-            "small_scratch": PaperRun(400, 0.4),
-            "small_upscale": PaperRun(100, 0.1, 400, (AdditiveNoise, 1.25), "small_base"),
-        },
+        runs=paper_runs((500, 2000), (100, 400), 0.4, 0.1, 1.25, small_scratch=True),
     ),
     "resnet": PaperExperiment(
         "resnet",
@@ -170,13 +150,7 @@ EXPERIMENTS = {
     "gpt2": GPT2_PAPER._replace(
         name="gpt2",
         model={**GPT2_PAPER.model, "base_width": 96, **RECIPE},
-        runs={
-            "base": PaperRun(12 * 160, 0.0078),
-            "scratch": PaperRun(12 * 320, 0.0078),
-            "upscale": PaperRun(12 * 160, 0.0078, 12 * 320, (AdditiveNoise, 0.24), "base"),
-            "small_base": PaperRun(12 * 16, 0.0078),
-            "small_upscale": PaperRun(12 * 16, 0.0078, 12 * 32, (AdditiveNoise, 0.24), "small_base"),
-        },
+        runs=paper_runs((1920, 3840), (192, 384), 0.0078, 0.0078, 0.24, small_scratch=False),
         tiny=(96, 192),
     ),
     "gpt2/paper": GPT2_PAPER,
@@ -276,7 +250,7 @@ def test_the_papers_numbers(folder: str, name: str) -> None:
     run = experiment.runs[name]
     Path("runs/resnet").mkdir(parents=True)
     save_constants({}, "runs/resnet/noise.json")
-    cli = parsed([*told(folder, name, "fit"), "--trainer.accelerator=cpu"], run=False)
+    cli = parsed([*told(folder, name, "fit"), "--trainer.accelerator=cpu"])
     model, trainer, data = cli.model, cli.trainer, cli.datamodule
     assert {key: model.hparams[key] for key in experiment.model} == experiment.model
     assert model.width == run.width
@@ -324,11 +298,8 @@ def test_one_step_of_every_run(folder: str) -> None:
             main(["upscale", *told(folder, name, "upscale"), "--width", str(wide)])
         sizes = [f"--trainer.callbacks.width={wide}"] if run.target else []
         starts_wide = name.endswith("scratch")
-        # without a subcommand, whose parser takes longer to build than the step to run
-        cli = parsed(
-            [*told(folder, name, "fit"), *overrides, f"--model.width={wide if starts_wide else narrow}", *sizes],
-            run=False,
-        )
+        width = wide if starts_wide else narrow
+        cli = parsed([*told(folder, name, "fit"), *overrides, f"--model.width={width}", *sizes])
         cli.trainer.fit(cli.model, cli.datamodule)
         path, checkpoint = newest_checkpoint(Path("runs") / experiment.name / name)
         assert path is not None
@@ -356,14 +327,14 @@ def test_models_of_transformers(name: str) -> None:
     """The files grow the model to twice its width, and a tiny one of the same kind trains so."""
     assert {path.stem for path in (CONFIGS / "hf").glob("*.yaml")} == OF_TRANSFORMERS.keys()
     fit = told("hf", name, "fit")
-    cli = parsed([*fit, "--trainer.accelerator=cpu"], run=False)
+    cli = parsed([*fit, "--trainer.accelerator=cpu"])
     (swap,) = (callback for callback in callbacks(cli) if isinstance(callback, UpscaleCallback))
     assert (cli.model.width, swap.width) == OF_TRANSFORMERS[name]
     assert cli.model.hparams["base_width"] == cli.model.width
     sizes = [f"--model.config.{key}={value}" for key, value in LLAMA.items()]
     sizes += ["--trainer.callbacks.at_step=0", f"--trainer.callbacks.width={2 * LLAMA['hidden_size']}"]
     sizes += ["--model.compile=false", "--data.context=8", "--data.batch_size=2"]
-    cli = parsed([*fit, *ONE_STEP, *sizes], run=False)
+    cli = parsed([*fit, *ONE_STEP, *sizes])
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.model.width == 2 * LLAMA["hidden_size"]
     assert torch.isfinite(cli.model.train_loss)
@@ -379,7 +350,7 @@ def test_models_that_become_deeper(name: str) -> None:
     """Tiny ones of the same kind train so; new layers that add nothing keep the loss."""
     assert {path.stem for path in (CONFIGS / "depth").glob("*.yaml")} == DEEPER.keys()
     fit = told("depth", name, "fit")
-    cli = parsed([*fit, "--trainer.accelerator=cpu"], run=False)
+    cli = parsed([*fit, "--trainer.accelerator=cpu"])
     (swap,) = (callback for callback in callbacks(cli) if isinstance(callback, UpscaleCallback))
     assert (cli.model.size.layers, swap.layers, swap.depth) == DEEPER[name]
     assert cli.model.hparams["base_layers"] == cli.model.size.layers
@@ -387,7 +358,7 @@ def test_models_that_become_deeper(name: str) -> None:
     if name == "gpt2":
         sizes += ["--model.width=16", "--model.base_width=16", "--model.compile=false", "--model.context=8"]
         sizes += ["--data.context=8", "--data.batch_size=2"]
-    cli = parsed([*fit, *ONE_STEP, *sizes], run=False)
+    cli = parsed([*fit, *ONE_STEP, *sizes])
     cli.trainer.fit(cli.model, cli.datamodule)
     (swap,) = (callback for callback in callbacks(cli) if isinstance(callback, UpscaleCallback))
     assert cli.model.size.layers == DEEPER[name][1]

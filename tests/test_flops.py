@@ -69,22 +69,6 @@ def test_costs(flops: Callable[[int], float], width: int, samples: float, printe
     assert teraflops(flops(width) * samples) == printed
 
 
-@pytest.mark.parametrize(
-    ("scratch", "charged", "total", "printed"),
-    [
-        pytest.param(11_326, (598, 740), 1_338, "8.5", id="mlp-sgd"),
-        pytest.param(11_326, (3_031, 740), 3_771, "3.0", id="mlp-adamw"),
-        pytest.param(265_970, (132_985, 66_547), 199_532, "1.3", id="resnet"),
-        pytest.param(37_929_809, (6_539_099, 10_615_488), 17_154_587, "2.2", id="gpt2"),
-        pytest.param(37_929_809, (6_539_099, 19_679_775), 26_218_874, "1.4", id="gpt2-tuning"),
-        pytest.param(37_929_809, (6_539_099,), 6_539_099, "5.8", id="gpt2-base-is-there"),
-    ],
-)
-def test_what_is_charged(scratch: float, charged: tuple[float, ...], total: float, printed: str):
-    assert sum(charged) == total
-    assert f"{speedup(scratch, *charged):.1f}" == printed
-
-
 def test_first_reach_counts_from_one():
     assert first_reach([3.0, 1.0, 0.5, 0.2, 0.5], 0.5) == 3
     assert first_reach([0.5, 0.2], 0.5) == 1

@@ -134,20 +134,6 @@ def test_the_changelog_has_the_version():
     assert all(match[4] for match in versions[:-1] if match)
 
 
-@pytest.mark.slow
-def test_the_metadata(built: zipfile.ZipFile):
-    found = metadata(built)
-    assert found.get_all("Classifier") == PROJECT["project"]["classifiers"]
-    assert found["Summary"] == PROJECT["project"]["description"]
-    assert found["License-Expression"] == "MIT"
-    assert found["Description-Content-Type"] == "text/markdown"
-    assert {*found["Requires-Python"].split(",")} == {">=3.11", "<3.13"}
-    prefix = "Programming Language :: Python :: "
-    pythons = [name.removeprefix(prefix) for name in found.get_all("Classifier") if name.startswith(prefix)]
-    assert pythons == ["3.11", "3.12"]
-    assert f'supported="{" ".join(pythons)}"' in (ROOT / ".ci" / "release").read_text()  # those that are tried
-
-
 def metadata(built: zipfile.ZipFile) -> Message:
     return message_from_bytes(built.read(f"mupscale-{VERSION}.dist-info/METADATA"))
 

@@ -1,8 +1,7 @@
-"""What the README, the pages and the walk-through show runs, and does what they say; their links lead somewhere."""
+"""What the README and the pages show runs, and does what they say; their links lead somewhere."""
 
 import ast
 import re
-import runpy
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -52,13 +51,6 @@ def _modules_from_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("mine", None)
 
 
-@pytest.mark.slow
-def test_the_walk_through_holds(capsys: pytest.CaptureFixture[str]):
-    """Its own assertions are the test: exactness, the module named, the loss below the narrow one's."""
-    runpy.run_path(str(ROOT / "docs/walkthrough.py"), run_name="__main__")
-    assert "blocks.0.attention diverges first" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("page", [README, LIBRARY, START], ids=lambda page: page.name)
 def test_the_library_in_ten_lines(page: Path):
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
@@ -71,17 +63,19 @@ def test_the_library_in_ten_lines(page: Path):
 
 
 @pytest.mark.usefixtures("in_an_empty_folder", "_modules_from_here")
-def test_a_model_of_ones_own_in_the_configuration_of_the_readme(capsys: pytest.CaptureFixture[str]):
-    """As a new user does it: mine.py, the YAML with its two class_paths replaced, and `fit`."""
+@pytest.mark.parametrize(("page", "growth"), [(README, "64 → 256"), (OWN_MODEL, "32 → 128")], ids=["README", "guide"])
+def test_a_model_of_ones_own(page: Path, growth: str, capsys: pytest.CaptureFixture[str]):
+    """As a new user does it: mine.py, the YAML of the guide, or that of the README with its class_paths replaced."""
     Path("mine.py").write_text(block(OWN_MODEL, "python", "class Tagger"))
-    configuration = block(README, "yaml")
-    for ours, mine in (("class_path: MLP", "class_path: mine.Tagger"), ("Covertype", "mine.Points")):
-        assert configuration.count(ours) == 1
-        configuration = configuration.replace(ours, mine)
+    configuration = block(page, "yaml")
+    if page is README:
+        for ours, mine in (("class_path: MLP", "class_path: mine.Tagger"), ("Covertype", "mine.Points")):
+            assert configuration.count(ours) == 1
+            configuration = configuration.replace(ours, mine)
     Path("mine.yaml").write_text(configuration)
     shorter = ["--trainer.max_steps=6", "--trainer.callbacks.at_step=3", "--trainer.enable_progress_bar=false"]
     main(["fit", "--config", "mine.yaml", "--trainer.accelerator=cpu", *shorter])
-    assert "step 3: width 64 → 256" in capsys.readouterr().out
+    assert f"step 3: width {growth}" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
@@ -105,15 +99,6 @@ def test_a_loop_of_ones_own_as_the_page_shows_it():
     assert {group["lr"] / group["initial_lr"] for group in names["optimizer"].param_groups} == {0.0}  # after 200 steps
     assert names["verdict"].passed
     assert names["hints"].blocks["0.weight"] == {0: 32}
-
-
-@pytest.mark.usefixtures("in_an_empty_folder", "_modules_from_here")
-def test_the_module_and_the_configuration_of_the_guide_train(capsys: pytest.CaptureFixture[str]):
-    Path("mine.py").write_text(block(OWN_MODEL, "python", "class Tagger"))
-    Path("mine.yaml").write_text(block(OWN_MODEL, "yaml"))
-    shorter = ["--trainer.max_steps=6", "--trainer.callbacks.at_step=3", "--trainer.enable_progress_bar=false"]
-    main(["fit", "--config", "mine.yaml", "--trainer.accelerator=cpu", *shorter])
-    assert "step 3: width 32 → 128" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import log2
 from pathlib import Path
 from statistics import mean
@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 from paths import ROOT
 
-from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, RUNG, SUNK, WIDTH, Size, Way, plan_runs
+from benchmarks.ladder import DEPTHS, FULL, RUNG, WIDTH, Size, Way, plan_runs
 from benchmarks.ladder_tables import (
     BASELINES,
     DIRECTIONS,
@@ -23,8 +23,10 @@ from benchmarks.ladder_tables import (
     interval,
     parabola,
     reach,
+    read_sunk,
 )
 
+GUIDE = ROOT / "docs" / "should_i_grow.md"
 ROWS = list(csv.DictReader(RUNS.read_text().splitlines()))
 
 
@@ -57,55 +59,6 @@ def test_losses_and_advantages_in_sentences_are_those_of_the_tables(ends: Ends) 
         assert number in tables or number in losses, number
 
 
-def test_differences_in_sentences(ends: Ends) -> None:
-    text = " ".join(PAGE.read_text().split())
-    spreads = {}
-    for size in ends.sizes:
-        for budget in ends.fixed[size, FULL.lr, 0]:
-            losses = ends.losses(size, budget)
-            spreads[size, budget] = max(losses) - min(losses)
-    del spreads[Size(128, 4), -2], spreads[Size(256, 2, 8), -1]
-    assert f"differ by at most {max(spreads.values()):.3f}, except 128 × 4 at B/4" in text
-    widened = [r for r in ROWS if r["from_width"] and not r["depth"]]
-    jumps = {level: [] for level in ("ordinary", "large")}
-    for r in widened:
-        jump = float(r["loss_after_growth"]) - float(r["loss_before_growth"])
-        jumps["large" if float(r["noise"]) == 4 else "ordinary"].append(jump)
-    assert f"before and after it differ by at most {max(map(abs, jumps['ordinary'])):.3f}." in text
-    assert f"rises at the growth, by {min(jumps['large']):.1f} to {max(jumps['large']):.1f}:" in text
-    above = {}
-    for size in ends.sizes:
-        if size.base_layers:
-            continue
-        budget = sorted(ends.fixed[size, FULL.lr, 0])[2]
-        above[size] = ends.fixed[size, FULL.lr, 0][budget] - min(
-            ends.fixed[size, factor * FULL.lr, 0][budget] for factor in (0.5, 1, 2)
-        )
-    assert f"every size is within {max(above.values()):.3f} of its best rate" in text
-    assert f"0.0156 by {above[Size(64, 8)]:.3f} and {above[Size(128, 8)]:.3f}." in text
-
-
-def test_differences_between_growths_in_depth(ends: Ends) -> None:
-    text = " ".join(PAGE.read_text().split())
-    above: dict[str, list[float]] = {"identity": [], "interleave": []}
-    for (growth, budget), losses in ends.grown.items():
-        if growth.direction == "depth" and growth.way.depth != "stack":
-            start = growth.start._replace(base_layers=None)
-            stacked = ends.grown[growth._replace(start=start, way=Way("stack")), budget]
-            above[growth.way.depth] += [loss - stacked[seed] for seed, loss in losses.items() if seed in stacked]
-    assert [len(found) for found in above.values()] == [4, 24]
-    assert f"`stack` ends lower, by {min(above['identity']):.3f} to {max(above['identity']):.3f}." in text
-    assert f"ends {min(above['interleave']):.3f} to {max(above['interleave']):.3f} above `stack`" in text
-
-
-def test_repeated_runs_differ_as_the_page_says() -> None:
-    ends = {(row["run"], row["budget"]): float(row["loss"]) for row in ROWS}
-    with (RUNS.parent / "repeated.csv").open() as file:
-        differences = [abs(float(row["loss"]) - ends[row["run"], row["budget"]]) for row in csv.DictReader(file)]
-    assert len(differences) == 17
-    assert f"differ from them by at most {max(differences):.3f}." in " ".join(PAGE.read_text().split())
-
-
 def test_the_best_rate_is_the_same_at_every_depth() -> None:
     ends = Ends(RUNS.parent / "depths" / "runs.csv", DEPTHS)
     rates = sorted({rate for _, rate, _ in ends.fixed})
@@ -113,14 +66,6 @@ def test_the_best_rate_is_the_same_at_every_depth() -> None:
     best = [min(rates, key=lambda rate: next(iter(ends.fixed[size, rate, 0].values()))) for size in ends.sizes]
     assert best == [DEPTHS.lr] * 4
     assert "is the same at 2, 4, 8 and 16 layers" in PAGE.read_text()
-
-
-def test_the_larger_batch_in_sentences() -> None:
-    ends = Ends(RUNS.parent / "large_batch" / "runs.csv", LARGE_BATCH)
-    best = min(mean(losses.values()) for losses in ends.grown.values())
-    below = [ends.losses(size, 0)[0] - best for size in (Size(256, 8), Size(256, 4, 8))]
-    text = " ".join(PAGE.read_text().split())
-    assert f"ends {below[0]:.3f} below its target, but only {below[1]:.3f} below 4 layers" in text
 
 
 def test_the_rung_in_sentences() -> None:
@@ -135,26 +80,8 @@ def test_the_rung_in_sentences() -> None:
     text = " ".join(PAGE.read_text().split())
     assert f"**Width ended a little below its prediction**: {width.mean:.2f}, where" in text
     assert f"**Depth by `stack` met its own**: {stack.mean:.2f}, for" in text
-    page = " ".join((ROOT / "docs" / "should_i_grow.md").read_text().split())
+    page = " ".join(GUIDE.read_text().split())
     assert f"The runs gave {width.mean:.2f} and {stack.mean:.2f}." in page
-
-
-def test_a_base_that_exists_in_sentences() -> None:
-    ends = Ends(RUNS.parent / "sunk" / "runs.csv", SUNK)
-
-    def below(at: int, budget: float) -> float:
-        losses = {
-            growth: mean(found.values()) for (growth, b), found in ends.grown.items() if (growth.at, b) == (at, budget)
-        }
-        (kept,) = (loss for growth, loss in losses.items() if growth.size == growth.start)
-        return kept - min(loss for growth, loss in losses.items() if growth.size != growth.start)
-
-    text = " ".join(PAGE.read_text().split())
-    assert (
-        f"growth ends {below(20, -2):.3f} below it from 20 tokens per parameter, and {-below(5, -2):.3f} above" in text
-    )
-    assert f"With half of C it ends {below(20, -1):.3f} and {below(5, -1):.3f} below it." in text
-    assert f"C = {SUNK.budget(0) / 1e14:.1f} · 10¹⁴ FLOPs" in text
 
 
 def test_depth_pays_at_10_tokens_per_parameter(ends: Ends) -> None:
@@ -169,11 +96,13 @@ def test_depth_pays_at_10_tokens_per_parameter(ends: Ends) -> None:
         assert found.low > 1
     assert quarter.is_bound
     assert quarter.seeds == 3
-    text, first = (" ".join(path.read_text().split()) for path in (PAGE, ROOT / "README.md"))
+    paths = PAGE, ROOT / "README.md", ROOT / "docs" / "results" / "README.md"
+    text, first, overview = (" ".join(path.read_text().split()) for path in paths)
     assert f"{half.mean:.2f} times the compute (4 → 8 layers, 25 %; interval {half.low:.2f} to {half.high:.2f}," in text
     assert f"or more than {quarter.mean:.2f} times (2 → 8). Growth in both pays too: {both.mean:.2f} " in text
     assert f"({both.low:.2f} to {both.high:.2f})" in text
     assert f"needs {half.mean:.2f} (more than {quarter.mean:.2f}) times its compute" in first
+    assert f"needs {half.mean:.2f} times the compute (4 → 8 layers) or more than {quarter.mean:.2f} times" in overview
 
 
 def test_rows_of_the_ladder_in_the_readme(ends: Ends) -> None:
@@ -194,7 +123,7 @@ def test_rows_of_the_ladder_in_the_readme(ends: Ends) -> None:
 
 
 def test_should_i_grow(ends: Ends) -> None:
-    text = (ROOT / "docs" / "should_i_grow.md").read_text()
+    text = GUIDE.read_text()
     assert len(re.findall(r"\S*\w\S*", text)) <= 600
     assert text.count("![") == 2
     means = {"1.09", "1.29", "1.25"} | {  # of the rung, tested above, and its prediction
@@ -207,43 +136,32 @@ def test_should_i_grow(ends: Ends) -> None:
     assert len(numbers) >= 12
     assert numbers <= means
 
-    def spread(against: str, chosen: Callable[[Growth, float], bool]) -> str:
-        points = [point for direction in DIRECTIONS for point in ends.points(direction) if chosen(*point)]
-        values = sorted(ends.advantage(*point, against).mean for point in points)
-        return f"{values[0]:.2f} to {values[-1]:.2f}"
 
-    words = " ".join(text.split())
-    stack = Way("stack")
-    assert f"S of {spread('envelope', lambda g, b: g.way == stack and b == 0)}".replace("to", "to more than") in words
-    too_small = [
-        spread("envelope", lambda g, b: g.way == stack and b < 0 and g.size.width == 128),
-        spread("envelope", lambda g, b: g.way == stack and b < 0 and g.size.width == 256),
-        spread("envelope", lambda g, b: g.direction == "width" and b < 0),
-    ]
-    assert "{} (`stack`, width 128), {} (256), {} (width)".format(*too_small) in words
+def test_a_start_that_exists_in_sentences() -> None:
+    """Differences between the best growth and training on as it is, by tokens per parameter of the start."""
+    ends, text = read_sunk(), " ".join(PAGE.read_text().split())
 
-    def is_half(growth: Growth, budget: float) -> bool:
-        return growth.way == stack and 2 * growth.start.layers == growth.size.layers and budget != -2
+    def gain(start: int, budget: float) -> float:
+        growths = {growth for growth, _ in ends.grown if growth.at == start}
+        means = {growth: mean(ends.grown[growth, budget].values()) for growth in growths}
+        as_it_is = next(growth for growth in means if growth.size == growth.start)
+        return means.pop(as_it_is) - min(means.values())
 
-    halves = spread("target", is_half)
-    found = [ends.advantage(*point, "target") for point in ends.points("depth") if is_half(*point)]
-    assert (len(found), sum(each.mean > 1.1 and each.low > 1 for each in found)) == (8, 3)
-    for page in (words, " ".join(PAGE.read_text().split())):
-        assert re.search("in three of (these )?eight places", page)
-    assert f"| S of {halves} against the target |" in words
-    assert f"From half of the layers, the factor is {halves} at 5 and 10 tokens per parameter" in words
-    early = spread("target", lambda g, b: g.direction == "width" and b - g.at == 2)
-    assert f"| S of {early} against the target |" in words
-    wide_at_20 = spread("target", lambda g, b: g.direction == "width" and b == -2)
-    stacked_at_20 = spread("target", lambda g, b: g.way == stack and b == -2)
-    assert f"a tie: S of {wide_at_20} (width), {stacked_at_20} (`stack`) against the target |" in words
-    owned = spread("base exists", lambda g, b: g.direction == "width")
-    assert f"{owned} (width), {spread('base exists', is_half)} (`stack`, half of the layers)" in words
-    quarters = spread("target", lambda g, b: g.way == stack and g.start == Size(128, 2) and b != -2)
-    assert f"1.4 for 2 → 8, which became {quarters}." in words
-    best = {target for target in {(g.size, b) for g, b in ends.grown} if ends.best_fixed(target[1])[0] == target[0]}
-    assert best == {(Size(256, 8), 0.0)}
-    assert f"S of {spread('target', lambda g, b: g.way.depth == 'identity')} against the target" in words
+    assert f"ends {gain(20, -2):.3f} below it from 20 tokens per parameter, and {-gain(5, -2):.3f} above" in text
+    assert f"With half of C it ends {gain(20, -1):.3f} and {gain(5, -1):.3f} below it" in text
+    assert f"by {gain(80, -3):.3f} with an eighth of C" in text
+
+
+def test_a_released_checkpoint_in_sentences() -> None:
+    rows = csv.DictReader((RUNS.parent / "released.csv").read_text().splitlines())
+    losses = {(row["arm"], row["lr"], row["seed"]): float(row["loss"]) for row in rows if row["share"] == "1.0"}
+    gains = [losses["as it is", "0.002", s] - losses["twice as deep, stack", "0.002", s] for s in ("0", "1")]
+    assert min(gains) > 0
+    for page, text in (
+        (PAGE, "{:.3f} below training it on as it is, in both"),
+        (GUIDE, "| {:.3f} below training it on |"),
+    ):
+        assert text.format(mean(gains)) in " ".join(page.read_text().split())
 
 
 def test_the_page_counts_its_runs() -> None:

@@ -1,47 +1,21 @@
 """Every row of numbers on the pages of results is computed here from the CSV files beside them."""
 
-import csv
 import re
-from collections.abc import Callable, Iterable
-from itertools import groupby, product
-from math import pi, sqrt, tan
-from statistics import mean, stdev
+from collections.abc import Callable
+from itertools import groupby
+from statistics import mean
 
 import pytest
 from paths import ROOT
-
-FOLDER = ROOT / "docs" / "results"
-Row = dict[str, str]
-
-
-def read_rows(name: str) -> list[Row]:
-    return list(csv.DictReader((FOLDER / name).read_text().splitlines()))
-
-
-def take(rows: Iterable[Row], column: str, **where: str) -> list[float]:
-    return [float(row[column]) for row in rows if all(row[key] == value for key, value in where.items())]
+from result_rows import FOLDER, GROUPS, TITLES, Row, number, read_rows, show_factor, take
 
 
 def show(values: list[float], digits: int) -> str:
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def show_recorded(runs: str, quantity: str) -> str:
-    """Values of which only mean and range were kept."""
-    (row,) = (row for row in read_rows("recorded.csv") if (row["runs"], row["quantity"]) == (runs, quantity))
-    return f"{row['mean']} ({row['lowest']}–{row['highest']})" if row["lowest"] else row["mean"]
-
-
-def show_factor(cost: float, charged: float) -> str:
-    return f"{cost / charged:.1f}×" if cost > charged else f"{charged / cost:.1f}× more expensive"
-
-
 def join(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-GROUPS = ("base", "from scratch", "upscaled")
-TITLES = {"mlp_adamw": "MLP, AdamW", "mlp_sgd": "MLP, SGD", "resnet": "ResNet-18", "gpt2": "GPT-2, constant rate"}
 
 
 def overview_rows() -> list[str]:
@@ -60,10 +34,7 @@ def overview_rows() -> list[str]:
         change = f"{upscaled / scratch - 1:.{0 if scratch < 1 else 1}%}".replace("-", "−").replace("%", " %")
         seeds = len(take(runs, "seed", group="base"))
         rows.append(join(title, str(seeds), f"{scratch:.{digits}f}", f"{upscaled:.{digits}f}", change))
-    recorded = show_recorded("mlp_sgd_decay from scratch", "training loss").split()[0]
-    upscaled = mean(take(read_rows("mlp_sgd/summary.csv"), "final_loss", group="upscaled"))
-    change = f"+{upscaled / float(recorded) - 1:.0%}".replace("%", " %")
-    return [*rows, join("MLP, SGD, from scratch with a falling rate", "5", recorded, f"{upscaled:.4f}", change)]
+    return rows
 
 
 def cost_rows() -> list[str]:
@@ -96,20 +67,7 @@ def upscale_rows() -> list[str]:
         for column in columns:
             cells = [show(take(runs, column, group=group), digits) for group in GROUPS]
             rows.append(join(title + labels[column], *cells))
-        if experiment.startswith("mlp"):
-            cells = [show_recorded(f"{experiment} {group}", "lowest validation loss") for group in GROUPS]
-            rows.append(join(title + "lowest validation loss", *cells))
     return rows
-
-
-def falling_rate_rows() -> list[str]:
-    runs, rows = read_rows("mlp_sgd/summary.csv"), []
-    for quantity, column in (("training loss", "final_loss"), ("validation accuracy", "val/accuracy")):
-        cells = [show(take(runs, column, group=group), 4) for group in GROUPS[1:]]
-        rows.append(join(quantity, *cells, show_recorded("mlp_sgd_decay from scratch", quantity)))
-    names = "mlp_sgd from scratch", "mlp_sgd upscaled", "mlp_sgd_decay from scratch"
-    cells = [show_recorded(name, "lowest validation loss") for name in names]
-    return [*rows, join("lowest validation loss", *cells)]
 
 
 DECAYS = {"mlp_adamw": "AdamW", "mlp_sgd": "SGD", "resnet": "ResNet"}
@@ -162,6 +120,14 @@ def midrun_mlp_rows() -> list[str]:
     return rows
 
 
+def midrun_decay_rows() -> list[str]:
+    runs, rows = read_rows("midrun_mlp/midrun.csv"), []
+    for arm in ("width 2000", "width 1000", "width 500", "grown at 25 % (centred)", "grown at 50 % (centred)"):
+        losses = [take(runs, f"{kind}_loss", schedule="decay", arm=arm) for kind in ("training", "validation")]
+        rows.append(join(arm.removesuffix(" (centred)"), show(losses[0], 5), show(losses[1], 4)))
+    return rows
+
+
 METHODS = {
     "aki": "AKI", "duplication": "duplication, the paper's", "fpi": "FPI", "hypercloning": "HyperCloning",
     "hypercloning-diagonal": "HyperCloning, diagonal", "lemon": "LEMON", "ligo": "LiGO", "net2net": "Net2Net",
@@ -192,13 +158,7 @@ def method_rows(name: str) -> list[str]:
         else:
             cheaper = "not reached"
         rows.append(join(METHODS[method], tuned, *losses, cheaper))
-    recorded = [show_recorded(f"{name} from scratch", "training loss")]
-    if name == "methods_gpt2":
-        recorded.append(show_recorded(f"{name} from scratch", "validation loss"))
-    else:
-        both = [show_recorded(f"{name} from scratch", f"validation {what}") for what in ("accuracy", "loss")]
-        recorded.append(", ".join(both))
-    return [*rows, join("from scratch", "", "", "", *recorded, "")]
+    return rows
 
 
 def transfer_rows() -> list[str]:
@@ -211,7 +171,7 @@ def transfer_rows() -> list[str]:
             values.append(", ".join(row["value"] for row in best))
             loss = next(key for key in best[0] if key.startswith("last"))
             last = [row for row in runs if row["before"] == best[-1]["before"]]
-            widest = {row["value"]: float(row[loss].replace("diverged", "inf")) for row in last}
+            widest = {row["value"]: number(row[loss]) for row in last}
             price = widest[best[0]["value"]] / min(widest.values()) - 1
             prices.append(f"{100 * price:.{1 if price < 0.05 else 0}f} %" if price else "0")
             drift = next(row for row in read_rows(f"transfer_{name}/drift.csv") if row["sweep"] == sweep)
@@ -232,52 +192,21 @@ def test_the_rows_of_the_readme() -> None:
         assert f" | {' | '.join(cells)} |" in text, experiment
 
 
-@pytest.mark.parametrize("experiment", DECAYS)
-def test_falling_rates_in_words(experiment: str) -> None:
-    runs = read_rows(f"{experiment}_decay/summary.csv")
-    page = " ".join((FOLDER / "paper.md").read_text().split())
-    section = page[page.index(f"**{DECAYS[experiment]}, falling rate") :]
-    for column, name in (("final_loss", "training"), ("val/loss", "validation")):
-        scratch, upscaled = (take(runs, column, group=group) for group in GROUPS[1:])
-        change = mean(upscaled) / mean(scratch) - 1
-        assert f"{name} loss ends {100 * abs(change):.0f} % {'higher' if change > 0 else 'lower'}" in section
-        # Student's t with two degrees of freedom, over seeds
-        differences = [grown - fixed for grown, fixed in zip(upscaled, scratch, strict=True)]
-        half = 4.3027 * stdev(differences) / sqrt(3)
-        low, high = (mean(differences) + side * half for side in (-1, 1))
-        assert f"({low:.3f} to {high:.3f})".replace("-", "−") in section
-    keys = ("model.optimizer.lr", "UpscaleCallback.noise.std", "UpscaleCallback.noise.t")
-    for number in (1, 2):
-        trials = [row for row in read_rows(f"{experiment}_decay/sweep_{number}.csv") if row["last_epoch"] != "diverged"]
-        best = min(trials, key=lambda row: float(row["last_epoch"]))
-        assert f"Sweep {number} " + " and ".join(best[key] for key in keys if key in best) in section
-
-
-def test_the_midrun_difference_that_is_above_zero() -> None:
-    runs = read_rows("midrun_gpt2/midrun.csv")
-    above = []
-    for schedule, budget in product(("constant", "decay"), ("flops", "seconds")):
-        setting = {"schedule": schedule, "budget": budget}
-        arms = {row["arm"] for row in runs if row["noise"]}
-        losses = {arm: take(runs, "validation_loss", arm=arm, **setting) for arm in (*arms, "width 256")}
-        best = min(arms, key=lambda arm: mean(losses[arm]))
-        assert best.startswith("grown at 75 %")
-        first, second = (grown - narrow for grown, narrow in zip(losses[best], losses["width 256"], strict=True))
-        assert min(first, second) > 0
-        # Student's t with one degree of freedom
-        half = tan(pi * (1 - 0.05 / len(arms)) / 2) * abs(first - second) / 2
-        if (centre := (first + second) / 2) > half:
-            above.append((schedule, budget, f"{centre:.3f} ({centre - half:.3f} to {centre + half:.3f})"))
-    assert [setting[:2] for setting in above] == [("constant", "seconds")]
-    page = " ".join((FOLDER / "paper.md").read_text().split())
-    assert f"zero: {above[0][2]}, at a constant rate and equal seconds" in page
+def test_costs_at_constant_rates_on_both_summaries() -> None:
+    costs = [row.split(" | ") for row in cost_rows()]
+    without_base, with_base = ([row[column].split(": ")[1] for row in costs] for column in (2, 3))
+    factors = sorted(float(factor.rstrip("×")) for factor in without_base)
+    first, overview = (" ".join(path.read_text().split()) for path in (ROOT / "README.md", FOLDER / "README.md"))
+    assert f"with {factors[0]} to {factors[-1]:.0f} times less compute" in first
+    assert f"at a constant rate: {', '.join(with_base)}; at a falling rate" in overview
 
 
 PAGES: dict[str, tuple[Callable[[], list[str]], ...]] = {
     "paper": (
-        overview_rows, cost_rows, lambda: upscale_rows()[:8], falling_rate_rows,
-        lambda: decay_rows("mlp_adamw"), lambda: decay_rows("mlp_sgd"), lambda: upscale_rows()[8:11],
-        lambda: decay_rows("resnet"), lambda: upscale_rows()[11:], midrun_gpt2_rows, midrun_mlp_rows,
+        overview_rows, cost_rows, lambda: upscale_rows()[:6], lambda: decay_rows("mlp_adamw"),
+        lambda: decay_rows("mlp_sgd"), lambda: upscale_rows()[6:9], lambda: decay_rows("resnet"),
+        lambda: upscale_rows()[9:], midrun_gpt2_rows, midrun_mlp_rows,
+        midrun_decay_rows,
     ),
     "methods": tuple(lambda name=name: method_rows(name) for name in COSTS),
     "transfer": (transfer_rows,),

@@ -24,7 +24,7 @@ from paths import ROOT
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mupscale._torch import is_under_transform
+from mupscale._torch import is_mapped, is_under_transform
 
 PACKAGES = ("mupscale", "models", "callbacks", "datamodules", "benchmarks")
 LIGHTNING_SEAMS = [
@@ -66,10 +66,6 @@ LIGHTNING = {
     },
     ModelParallelStrategy: {"_data_parallel_size"},
     TQDMProgressBar: {"_should_update"},
-    LightningCLI: {
-        "_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer", "_subcommand_parsers",
-        "_subcommand_method_arguments", "_run_subcommand", "_prepare_subcommand_kwargs",
-    },
 }  # fmt: skip
 """Every private attribute of Lightning that the seam touches, by the class that has it."""
 
@@ -202,6 +198,9 @@ def test_the_scan_sees_a_private_attribute() -> None:
 
 def test_a_tensor_inside_a_transform_is_known() -> None:
     seen = []
-    torch.vmap(lambda row: seen.append(is_under_transform(row)) or row)(torch.ones(2, 3))
-    assert seen == [True]
+    torch.vmap(lambda row: seen.extend((is_under_transform(row), is_mapped(row))) or row)(torch.ones(2, 3))
+    assert seen == [True, True]
     assert not is_under_transform(torch.ones(2))
+    assert not is_mapped(torch.ones(2))
+    double = torch.compile(lambda row: row if is_mapped(row) else 2 * row, backend="eager", fullgraph=True)
+    assert double(torch.ones(2)).tolist() == [2, 2]

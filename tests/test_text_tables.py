@@ -16,28 +16,6 @@ def test_numbers_are_aligned_to_the_right():
     ]
 
 
-def test_the_last_cell_goes_on_below():
-    assert table(ROWS, right=[1], columns=33) == [
-        "name         number  where",
-        "---------------------------",
-        "a.long.name       5  first,",
-        "                     second",
-        "b               120",
-    ]
-
-
-def test_the_first_cell_gets_a_line_of_its_own():
-    assert table(ROWS, right=[1], columns=25) == [
-        "name",
-        "    number  where",
-        "-------------------------",
-        "a.long.name",
-        "         5  first, second",
-        "b",
-        "       120",
-    ]
-
-
 @pytest.mark.parametrize("columns", [20, 24, 30, 40, 200])
 def test_no_line_is_longer_than_the_terminal_and_no_word_is_lost(columns: int):
     rows = [*ROWS, ("a.name.without.any.space.that.is.long", "1", "x")]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
+from observed_fits import capture_on_cpu
 from tiers import slow_except
 from tiny_modules import gpt2, mlp, resnet, rows
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import mupscale
-from mupscale.callbacks import fast_loop, plain
+from mupscale.callbacks import plain
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -218,14 +219,7 @@ def counted_calls() -> Iterator[Callable[[], int]]:
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """FastLoop takes the CPU for a GPU, on which a captured step takes no time."""
-    setup = FastLoop.setup
-
-    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        setup(self, trainer, pl_module, stage)
-        trainer.fit_loop.epoch_loop.cuda_graph = self.cuda_graph
-
-    monkeypatch.setattr(fast_loop, "CapturedStep", Done)
-    monkeypatch.setattr(FastLoop, "setup", on_gpu)
+    capture_on_cpu(monkeypatch, Done)
 
 
 def python_calls(folder: Path, *callbacks: Callback) -> int:

@@ -45,7 +45,7 @@ from mupscale.commands import cli, resume  # noqa: F401
 from mupscale.models import checkpoint_files
 from mupscale.models.base import Growable
 
-SMALL = ("everything", f"everything, {BACKGROUND}", "dirpath elsewhere", "TMPDIR on another file system")
+SMALL = ("everything", f"everything, {BACKGROUND}", "dirpath elsewhere")
 """Variants of the small attack; the first one is killed at an operation of each kind."""
 
 KILLS = 8

@@ -16,10 +16,9 @@ import pytest
 from mupscale.datamodules import documents
 from mupscale.datamodules.documents import TextFiles
 from mupscale.datamodules.fineweb import JARGON
-from mupscale.datamodules.preparation import Prepared, prepare, read_prepared
+from mupscale.datamodules.preparation import END_OF_TEXT, Prepared, load_tokenizer, prepare, read_prepared
 from mupscale.datamodules.token_files import END
 from mupscale.datamodules.token_writer import TOKEN
-from mupscale.datamodules.vocabulary import END_OF_TEXT, load_tokenizer
 
 
 def split_documents(folder: Path, split: str) -> list[list[int]]:
@@ -36,7 +35,7 @@ def split_documents(folder: Path, split: str) -> list[list[int]]:
 def texts(folder: Path, split: str) -> list[str]:
     tokenizer = load_tokenizer((folder / "tokenizer.json").read_bytes())
     found = split_documents(folder, split)
-    assert len(found) == read_prepared(folder).content[split]["documents"]
+    assert len(found) == read_prepared(folder)[split]["documents"]
     assert all(document[-1] == tokenizer.token_to_id(END_OF_TEXT) for document in found)
     return tokenizer.decode_batch([document[:-1] for document in found])
 

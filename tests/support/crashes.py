@@ -86,14 +86,14 @@ def widen_folder(narrow: Path) -> Callable[[Path], object]:
 
     from mupscale.hf import widened_folder
     from mupscale.hf.config import wide_config
-    from mupscale.hf.family import found_for
+    from mupscale.hf.family import Family
     from mupscale.hf.folder import read_folder
 
     widened_folder.CHUNK_BYTES = 4096
     widened_folder.MOST_SHARD_BYTES = 40_000
     source = read_folder(narrow)
     # a search of seconds, which each fork would repeat
-    found_for(source.config, wide_config(source.config, 2), model_class=source.model_class)
+    Family(source.model_class).found_for(source.config, wide_config(source.config, 2))
 
     def work(folder: Path) -> None:
         folder.mkdir(exist_ok=True)

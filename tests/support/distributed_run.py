@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from process_runs import launched
+from process_runs import STEPS, launched
 from tiny_modules import ADAMW, SGD, gpt2, mlp, rows
 from training_runs import Record, quiet_trainer
 
@@ -35,8 +35,8 @@ from mupscale.sharding import gathered
 
 MAKE = {"mlp": (mlp, 24, ADAMW), "gpt2": (gpt2, 24, SGD)}
 
-STEPS, SAVED = 12, 9
-"""The length of a run, and the step after which it saves a checkpoint; it grows after six."""
+SAVED = 9
+"""The step after which a run saves a checkpoint; it grows after six."""
 
 RUNS: dict[str, Any] = {"narrow": {"grow": False}, "wide": {"grow": True}, "noisy": {"grow": True, "noise": 0.1}}
 
@@ -128,20 +128,20 @@ def main(folder: Path) -> None:
     for kind in ("ddp", "fsdp"):
         for model in MAKE:
             for name in ("narrow", "wide"):
-                if (kind, model) == ("ddp", "gpt2"):
-                    continue  # its growth in depth follows below
+                if (kind, model) == ("ddp", "gpt2") or (model, name) == ("mlp", "wide"):
+                    continue  # process_runs.py has an MLP, and a growth in depth follows below
                 answers[kind, model, name], trainer = fit(kind, model, folder / kind / model / name, **RUNS[name])
                 if (kind, model, name) == ("ddp", "mlp", "narrow"):
                     trainer.save_checkpoint(folder / "base.ckpt")
-        answers[kind, "mlp", "from base"], _ = fit(
-            kind, "mlp", folder / kind, grow=True, init_from=str(folder / "base.ckpt")
-        )
         saver = ModelCheckpoint(folder / kind / "deeper", "{step}", every_n_train_steps=SAVED)
         settings = {"grow": True, "deeper": DEEPER, "base_layers": 2}
         answers[kind, "gpt2", "deeper"], _ = fit(kind, "gpt2", folder / kind / "deeper", saver, **settings)
-        there = {} if kind == "ddp" else {"layers": 4, "width": 24}
-        path = folder / kind / "deeper" / f"step={SAVED}.ckpt"
-        answers[kind, "gpt2", "deeper, resumed"], _ = fit(kind, "gpt2", folder / kind, ckpt=path, **settings, **there)
+    path = folder / "fsdp" / "deeper" / f"step={SAVED}.ckpt"
+    answers["fsdp", "gpt2", "deeper, resumed"], _ = fit(
+        "fsdp", "gpt2", folder / "fsdp", ckpt=path, **settings, layers=4, width=24
+    )
+    base = str(folder / "base.ckpt")
+    answers["fsdp", "mlp", "from base"], _ = fit("fsdp", "mlp", folder / "fsdp", grow=True, init_from=base)
     for kind in ("ddp", "fsdp", "fsdp, whole checkpoints"):
         saver = ModelCheckpoint(folder / kind, "{step}", every_n_train_steps=SAVED)
         answers[kind, "mlp", "noisy"], _ = fit(kind, "mlp", folder / kind, saver, **RUNS["noisy"])
@@ -157,12 +157,7 @@ def main(folder: Path) -> None:
         saver = ModelCheckpoint(folder / f"{kind} fraction", "{step}", every_n_train_steps=SAVED)
         answers[kind, "mlp", "fraction"], _ = fit(kind, "mlp", folder / kind, saver, **fraction)
         answers[kind, "mlp", "fraction, resumed"], _ = fit(
-            kind,
-            "mlp",
-            folder / "again",
-            **fraction,
-            width=20,
-            ckpt=folder / f"{kind} fraction" / f"step={SAVED}.ckpt",
+            kind, "mlp", folder / "again", **fraction, width=20, ckpt=folder / f"{kind} fraction" / f"step={SAVED}.ckpt"
         )
     answers["ddp", "mlp", "learned"], _ = fit("ddp", "mlp", folder / "learned", grow=True, method=learned())
     try:

@@ -53,18 +53,6 @@ class ScaledByWidthMLP(MLP):
         return super().loss(batch) / self.width**0.5
 
 
-class StudentMLP(MLP):
-    """Also learns from a frozen network."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.teacher = nn.Linear(54, 7).requires_grad_(False)
-
-    def loss(self, batch: Any) -> Tensor:
-        lesson = nn.functional.cross_entropy(self(batch[0]), self.teacher(batch[0]).softmax(1))
-        return super().loss(batch) + lesson
-
-
 class OneGroupMLP(UnscaledMLP):
     """Has a schedule that needs a run."""
 

@@ -17,11 +17,10 @@ from collections import Counter
 from functools import partial
 
 import torch
-from no_float32 import float64_everywhere
 from zoo_entry import Entry
 from zoo_timm import timm_entries
 from zoo_transformers import transformers_entries
-from zoo_trial import built, depth_trials, trial
+from zoo_trial import depth_trials, trial
 
 import mupscale  # noqa: F401  (lets torchvision be imported, which transformers and timm do)
 
@@ -29,22 +28,7 @@ ENTRIES: dict[str, Entry] = {entry.name: entry for entry in [*transformers_entri
 NAMED = [name for name, entry in ENTRIES.items() if entry.named]
 
 
-def sizes(entry: Entry) -> str:
-    """Builds the narrow and the wide model and runs both: their numbers of parameters, or what went wrong."""
-    try:
-        with float64_everywhere(), torch.no_grad():
-            counts = []
-            for factor in (1, 2):
-                model = built(entry, factor, 0)
-                shape = tuple(entry.call(model).shape)
-                counts.append(sum(parameter.numel() for parameter in model.parameters()))
-        return f"{counts[0]:,} → {counts[1]:,} parameters, output {shape}"
-    except Exception as error:
-        return f"FAILS: {type(error).__name__}: {str(error)[:200]}".replace("\n", " ")
-
-
 _COMMANDS = {
-    "sizes": "build and run every model, narrow and wide",
     "run": "widen in mid-training",
     "deepen": "double the number of layers of models of the transformers library",
 }
@@ -80,9 +64,6 @@ def main(arguments: list[str]) -> int:
     transformers.utils.logging.disable_progress_bar()
     verdicts: Counter[str] = Counter()
     for name in names:
-        if options.command == "sizes":
-            print(f"{name:26}{sizes(ENTRIES[name])}", flush=True)
-            continue
         entry = ENTRIES[name]
         widen = partial(trial, entry, options.factor, as_shipped=options.as_shipped)
         for outcome in depth_trials(entry) if options.command == "deepen" else [widen()]:

@@ -15,7 +15,7 @@ def llama(**settings: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
-        **{**sizes, "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": False, **settings},
+        **{**sizes, "num_hidden_layers": 2, "vocab_size": 64, "tie_word_embeddings": False, **settings}
     )
     return AutoModelForCausalLM.from_config(config).eval()
 

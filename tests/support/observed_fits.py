@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -15,6 +16,8 @@ from run_ends import differences
 from tiny_modules import mlp, rows
 from torch import Tensor
 
+from mupscale.callbacks import fast_loop
+from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
 from mupscale.datamodules.resident import ResidentLoader
 
 
@@ -63,6 +66,19 @@ def fit(case: Case, folder: Path, *callbacks: Callback, ckpt: Path | None = None
     trainer.fit(module, loader, validation, ckpt_path=ckpt)
     trainer.save_checkpoint(folder / "end.ckpt")
     return SimpleNamespace(trainer=trainer, module=module, folder=folder, loader=loader)
+
+
+def capture_on_cpu(patch: pytest.MonkeyPatch, step: type) -> None:
+    """Lets a FastLoop with `cuda_graph` take the CPU for a GPU, and `step` for a captured step."""
+    setup = FastLoop.setup
+
+    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        setup(self, trainer, pl_module, stage)
+        refuse_capture(trainer)
+        trainer.fit_loop.epoch_loop.cuda_graph = self.cuda_graph
+
+    patch.setattr(fast_loop, "CapturedStep", step)
+    patch.setattr(FastLoop, "setup", on_gpu)
 
 
 INSIDE = {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}

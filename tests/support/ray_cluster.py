@@ -16,10 +16,7 @@ from typing import Any
 from paths import SUPPORT
 from programs import start_program
 
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "PYTHONPATH": f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}",
-}
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}"}
 """For the processes of nodes, and of commands: all of them have the same code."""
 
 

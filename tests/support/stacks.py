@@ -14,11 +14,7 @@ from mupscale.methods import Duplication, Lemon, Net2Net
 from mupscale.models.base import Growable
 from mupscale.stacking.stack import Stack
 
-MODELS: dict[str, tuple[Callable[..., Growable], Any]] = {
-    "mlp": (mlp, 24),
-    "resnet": (resnet, 4),
-    "gpt2": (gpt2, 24),
-}
+MODELS: dict[str, tuple[Callable[..., Growable], Any]] = {"mlp": (mlp, 24), "resnet": (resnet, 4), "gpt2": (gpt2, 24)}
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": lambda p, i: torch.optim.AdamW(
         p, lr=1e-2 * 2 ** (i % 3), betas=(0.9 - 0.05 * i, 0.99), eps=10.0 ** (-8 + i), weight_decay=0.1 * i

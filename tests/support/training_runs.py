@@ -33,28 +33,16 @@ class Record(Callback):
         self.steps.append(trainer.global_step)
 
 
-def fit(
-    module: Growable,
-    folder: Path,
-    *callbacks: Callback,
-    ckpt: Path | None = None,
-    steps: int = 50,
-    **settings: Any,
-) -> Any:
-    """Trains on the CPU for so many steps; the answer holds the trainer, the module, the losses and the steps."""
-    with fit_outside(module, folder, *callbacks, ckpt=ckpt, steps=steps, **settings) as (trainer, arguments, answer):
-        trainer.fit(**arguments)
+def fit(*arguments: Any, **settings: Any) -> Any:
+    """Trains as `fit_outside` says; the answer holds the trainer, the module, the losses and the steps."""
+    with fit_outside(*arguments, **settings) as (trainer, named, answer):
+        trainer.fit(**named)
     return answer
 
 
 @contextmanager
 def fit_outside(
-    module: Growable,
-    folder: Path,
-    *callbacks: Callback,
-    ckpt: Path | None = None,
-    steps: int = 50,
-    **settings: Any,
+    module: Growable, folder: Path, *callbacks: Callback, ckpt: Path | None = None, steps: int = 50, **settings: Any
 ) -> Iterator[tuple[Trainer, dict[str, Any], Any]]:
     """The trainer of a fit that is made inside of the context, the arguments of the fit, and what it answers."""
     seed_everything(1, verbose=False)

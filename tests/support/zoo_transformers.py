@@ -474,10 +474,4 @@ BLIP |= {"image_text_hidden_size": 12}
 
 
 def transformers_entries() -> list[Entry]:
-    return [
-        *named_entries(),
-        *decoder_entries(),
-        *encoder_entries(),
-        *seq2seq_entries(),
-        *vision_entries(),
-    ]
+    return [*named_entries(), *decoder_entries(), *encoder_entries(), *seq2seq_entries(), *vision_entries()]
