@@ -100,7 +100,7 @@ class RunCheckpoint(ModelCheckpoint, Strides):
         # processes of a distributed run may be at different steps; signals to a stack are for all its fits
         is_alone = trainer.world_size == 1 and not getattr(pl_module, "is_in_stack", False)
         if is_alone and not is_trial_run(trainer):
-            self.stop = StopRequest()
+            self.stop = StopRequest(saves=self.points is not None)
             self.stop.listen(signal.SIGTERM if trainer.received_sigterm else None)
 
     def catch_up(self, trainer: Trainer) -> None:
@@ -510,8 +510,10 @@ WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 class StopRequest:
     """Notes the first signal that asks this process to end; the second one raises an exception wherever it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool) -> None:
+        """`saves` is whether the run then ends with a checkpoint."""
         self.number: int | None = None
+        self._saves = saves
         self.is_urgent = False
         """Whether a second signal came."""
         self._before: dict[int, Any] = {}
@@ -549,4 +551,5 @@ class StopRequest:
             self.obey()
         self.number = number
         word = WORDS[signal.Signals(number)]
-        print(f"{word}: the run ends after this step, with a checkpoint; again, and it ends at once", file=sys.stderr)
+        ends = "the run ends after this step" + ", with a checkpoint" * self._saves
+        print(f"{word}: {ends}; again, and it ends at once", file=sys.stderr)

@@ -77,6 +77,8 @@ class CIFAR100(TensorData):
 class NormalisingLoader(ResidentLoader):
     """Batches of normalised images, with labels if there are any."""
 
+    _rows_stand_alone = True
+
     def __init__(self, table: Tensor, tensors: tuple[Tensor, ...], batch_size: int, **options: Any) -> None:
         super().__init__(tensors, batch_size, **options)
         self.table = table
@@ -91,6 +93,8 @@ class NormalisingLoader(ResidentLoader):
 
 class AugmentingLoader(NormalisingLoader):
     """Batches of normalised random crops of padded images, half of them mirrored, with labels."""
+
+    _rows_stand_alone = True
 
     def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         tops, lefts = torch.randint(OFFSETS, (2, rows), generator=generator)

@@ -44,10 +44,7 @@ def check_digest(file: Path, algorithm: str, published: str) -> None:
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, algorithm).hexdigest()
     if found != published:
-        raise UserError(
-            f"data_dir: {file} is cut short, damaged or another file: its {algorithm} is {found}, the published file "
-            f"has {published}. Download it again, or delete it and mupscale downloads it"
-        )
+        raise UserError(f"cut short, damaged or another file: its {algorithm} is {found}, the published is {published}")
 
 
 @contextmanager
@@ -83,7 +80,12 @@ def fetched(archive: Path, url: str, algorithm: str, digest: str, otherwise: str
     with temporary_folder(archive.parent) as temporary:
         copy = temporary / archive.name
         if archive.is_file():
-            check_digest(archive, algorithm, digest)
+            try:
+                check_digest(archive, algorithm, digest)
+            except UserError as error:
+                raise UserError(
+                    f"data_dir: {archive} is {error}. Download it again, or delete it and mupscale downloads it"
+                ) from error
             copy.symlink_to(archive.resolve())
         else:
             timeout = socket.getdefaulttimeout()

@@ -3,7 +3,8 @@
 import hashlib
 import os
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Thread
@@ -28,8 +29,8 @@ class Entries(Protocol):
 Plan = tuple[Entries, ...]
 """The order of an epoch's rows, and the `_chances` of each place in it."""
 
-JointPlan = tuple[tuple[Tensor, ...], ...]
-"""Order and chances of several loaders: for each position, the entries of their batches one after another."""
+JointPlan = tuple[Callable[[int], Tensor], ...]
+"""Order and chances of several loaders: give the entries of their batches at a position, one after another."""
 
 
 class ResidentLoader:
@@ -51,11 +52,14 @@ class ResidentLoader:
 
     `batch_at` gives any batch by its epoch and position, and leaves the loader where it is; `go_to` goes there.
 
-    A subclass that makes batches differently overrides `_batch`, which makes each row of a batch by itself, `_chances`
-    if it needs random numbers for them, and `_made_of` if its batches depend on more than the tensors.
+    A subclass that makes batches differently overrides `_batch`, `_chances` if it needs random numbers for them, and
+    `_made_of` if its batches depend on more than the tensors. It sets `_rows_stand_alone` if `_batch` makes each row of
+    a batch by itself.
     """
 
     batch_sampler = None  # Lightning reads it from whatever has a `sampler`
+    _rows_stand_alone: ClassVar[bool] = True
+    """Whether the batches of several loaders may be made as one. A subclass does not inherit it."""
 
     def __init__(
         self,
@@ -67,7 +71,9 @@ class ResidentLoader:
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        source: Any = None,
     ) -> None:
+        """`source` is what the tensors are a part of: others share it as long as a loader holds it."""
         sizes = [len(tensor) for tensor in tensors]
         if not sizes or len(set(sizes)) > 1:
             raise UserError(f"tensors must be one or more of equal length, got lengths {sizes}")
@@ -86,7 +92,7 @@ class ResidentLoader:
                 f"batch_size={batch_size} leaves {ragged} of {rows} rows for the last batch, "
                 f"too few for {world_size} ranks: choose another batch_size, or drop_last"
             )
-        self.tensors, self.rank, self.world_size = tensors, rank, world_size
+        self.tensors, self.rank, self.world_size, self.source = tensors, rank, world_size, source
         self._rows, self._batch_size, self._seed, self._shuffle = rows, batch_size, seed, shuffle
         self._order_depends_on: dict[str, int | bool | str] = {
             "rows": rows,
@@ -128,6 +134,8 @@ class ResidentLoader:
 
     def go_to(self, epoch: int, position: int) -> None:
         """Leaves the loader as if the first `position` batches of `epoch` had been drawn one by one."""
+        if not 0 <= position <= len(self):
+            raise IndexError(f"there is no position {position} of epoch {epoch}: an epoch has {len(self)} batches")
         self.epoch, self.position, self._drawn_from = epoch, position, position > 0
 
     def batch_at(self, epoch: int, position: int) -> Any:
@@ -175,6 +183,8 @@ class ResidentLoader:
 
     def _share_of(self, position: int) -> slice:
         """The places in the epoch's order of this rank's share of the global batch at `position`."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"there is no batch {position}: an epoch has {len(self)} batches")
         start = position * self._batch_size
         size = min(self._batch_size, self._rows - start)
         first, last = (size * rank // self.world_size for rank in (self.rank, self.rank + 1))
@@ -199,7 +209,8 @@ class ResidentLoader:
             plan = ahead.plan
         if plan is None:
             plan = self._draw_plan(epoch)
-        if self._rows >= LONG and (self._shuffle or len(plan) > 1):
+        is_long = self._rows >= LONG and (self._shuffle or len(plan) > 1)
+        if is_long and (ahead is None or ahead.epoch != epoch + 1):  # a stack and its loaders may ask one by one
             self._drawing_ahead = PlanDrawing(self, epoch + 1)
         # from pinned memory, the host does not wait for the steps under way
         return tuple(entries.to(self.tensors[0].device, non_blocking=entries.is_pinned()) for entries in plan)
@@ -216,19 +227,19 @@ class ResidentLoader:
         key = epoch, [loader.order for loader in loaders]
         if self._joint is not None and self._joint[0] == key:
             return self._joint[1]
-        if any(order[:-1] != self.order[:-1] for order in key[1]):
+        if not vars(type(self)).get("_rows_stand_alone") or any(order[:-1] != self.order[:-1] for order in key[1]):
             return None
         distinct = {loader.order: loader for loader in loaders}
         plans = {order: loader._new_plan(epoch) for order, loader in distinct.items()}
-        entries: list[Any] = list(zip(*(plans[order] for order in key[1]), strict=True))
-        if not isinstance(entries[0][0], Tensor):
-            return None
-        plan = tuple(self._by_position(torch.stack(entry)) for entry in entries)
+        plan = tuple(map(self._by_position, zip(*(plans[order] for order in key[1]), strict=True)))
         self._joint = key, plan
         return plan
 
-    def _by_position(self, entries: Tensor) -> tuple[Tensor, ...]:
-        """For each position, this rank's shares of `entries`, [loaders, rows], one loader after another."""
+    def _by_position(self, parts: tuple[Entries, ...]) -> Callable[[int], Tensor]:
+        """Gives, for a position, this rank's shares of the entries of several loaders, one loader after another."""
+        if not all(isinstance(part, Tensor) for part in parts):
+            return lambda position: torch.cat([part[self._share_of(position)] for part in parts])
+        entries = torch.stack(parts)  # type: ignore[arg-type]
         size = self._batch_size
         whole = self._rows // size
         share = self._share_of(0) if whole else slice(0, 0)
@@ -237,7 +248,7 @@ class ResidentLoader:
         shares = batches.transpose(0, 1).flatten(1).unbind()
         if len(self) > whole:
             shares = *shares, entries[:, self._share_of(whole)].flatten()
-        return shares
+        return shares.__getitem__
 
 
 class PlanDrawing(Thread):
@@ -253,7 +264,8 @@ class PlanDrawing(Thread):
         self.start()
 
     def run(self) -> None:
-        self.plan = self._loader._draw_plan(self.epoch)
+        with suppress(Exception):  # the loader then draws it again, and an error is its own
+            self.plan = self._loader._draw_plan(self.epoch)
         del self._loader  # or each would hold the other
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -273,7 +285,7 @@ def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) ->
         if isinstance(batches[0], Tensor):
             return torch.stack(batches)
         return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
-    parts = first._batch(*(entries[position] for entries in plan))
+    parts = first._batch(*(entries_at(position) for entries_at in plan))
     return _unpacked(tuple(part.unflatten(0, (len(loaders), -1)) for part in parts))
 
 
@@ -371,7 +383,7 @@ class TensorData(SeededData):
         return ResidentLoader(tensors, self.batch_size, **self.loader_options(training=training))
 
     def loader_options(self, *, training: bool) -> dict[str, Any]:
-        return {"shuffle": training and self.shuffles, **super().loader_options(training=training)}
+        return {"shuffle": training and self.shuffles, "source": self._data, **super().loader_options(training=training)}
 
 
 def ranks(trainer: Trainer | None) -> dict[str, int]:

@@ -77,6 +77,8 @@ class MappedWindows:
 class WindowLoader(ResidentLoader):
     """Batches of windows that overlap by one token, or begin anywhere; a state of other `files` is refused."""
 
+    _rows_stand_alone = True
+
     def __init__(
         self,
         windows: ResidentWindows | MappedWindows,

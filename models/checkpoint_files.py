@@ -51,6 +51,7 @@ class FileThread:
         self.may_begin = threading.Event()
         self.may_begin.set()
         self._waiting: queue.Queue[Operation] = queue.Queue()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -62,11 +63,13 @@ class FileThread:
 
     def do(self, operation: Operation) -> None:
         """After all before. The operation raises no exception."""
-        if self._thread is None:
-            # a daemon: a second Ctrl-C ends the process at once
-            self._thread = threading.Thread(target=self._work, args=(self._waiting,), daemon=True, name="checkpoints")
-            self._thread.start()
-        self._waiting.put(operation)
+        with self._lock:
+            if self._thread is None:
+                # a daemon: a second Ctrl-C ends the process at once
+                thread = threading.Thread(target=self._work, args=(self._waiting,), daemon=True, name="checkpoints")
+                thread.start()
+                self._thread = thread
+            self._waiting.put(operation)
 
     def _work(self, waiting: queue.Queue[Operation]) -> None:
         while True:
@@ -179,8 +182,12 @@ class CheckpointFiles(TorchCheckpointIO):
             operation()
             return
         with self._lock:  # which the thread takes before it counts down
-            THREAD.do(lambda: self._carry_out(operation, end))
             self._asked += 1
+            try:
+                THREAD.do(lambda: self._carry_out(operation, end))
+            except BaseException:
+                self._asked -= 1
+                raise
 
     def _carry_out(self, operation: Operation, end: Operation) -> None:
         try:

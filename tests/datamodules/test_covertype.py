@@ -214,6 +214,6 @@ def test_a_download_of_another_checksum_is_refused(
 ):
     with serving(content) as url:
         monkeypatch.setattr(covertype, "URL", url)
-        with pytest.raises(UserError, match=r"covtype\.data\.gz is cut short, damaged or another file: its sha256 is"):
+        with pytest.raises(UserError, match=r"failed \(cut short, damaged or another file: its sha256 is"):
             Covertype(str(tmp_path / "new")).prepare_data()
     assert names(tmp_path) == []

@@ -38,7 +38,7 @@ def test_a_digest_is_compared(tmp_path: Path):
     check_digest(file, "md5", hashlib.md5(b"published").hexdigest())
     other = hashlib.sha256(b"published, but longer").hexdigest()
     with pytest.raises(
-        ValueError, match=rf"file is cut short.*its sha256 is {hashlib.sha256(b'published').hexdigest()}.*{other}"
+        ValueError, match=rf"^cut short.*its sha256 is {hashlib.sha256(b'published').hexdigest()}.*{other}"
     ):
         check_digest(file, "sha256", other)
 
@@ -104,3 +104,17 @@ def test_a_download_has_a_timeout_and_its_error_tells_what_to_put_where(
     with pytest.raises(UserError, match=told), fetched(tmp_path / "a.gz", "http://there", "md5", ""):
         pass
     assert socket.getdefaulttimeout() is None
+
+
+def test_a_wrong_file_is_told_from_a_wrong_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def download(url: str, file: str) -> None:
+        Path(file).write_bytes(b"other")
+
+    monkeypatch.setattr("torch.hub.download_url_to_file", download)
+    failed = rf"^data_dir: {tmp_path} lacks .* failed \(cut short, [^/]*\)\. Download it by hand and put it there as a\.gz$"
+    with pytest.raises(UserError, match=failed), fetched(tmp_path / "a.gz", "http://there", "md5", "0"):
+        pass
+    (tmp_path / "a.gz").write_bytes(b"other")
+    refused = rf"^data_dir: {tmp_path}/a.gz is cut short, .*\. Download it again, or delete it and mupscale downloads it$"
+    with pytest.raises(UserError, match=refused), fetched(tmp_path / "a.gz", "http://there", "md5", "0"):
+        pass

@@ -183,15 +183,25 @@ def test_a_foreign_state_is_refused():
 # ---- by position
 
 
+class Differences(ResidentLoader):
+    """Each row less the first of its batch: a batch of several loaders must not be made as one."""
+
+    def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part - part[0] for part in super()._batch(rows))
+
+
 NUMBERS, PAIRS = torch.arange(ROWS), torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("tensors", [(NUMBERS,), (PAIRS, NUMBERS)], ids=["tensor", "tuple"])
-def test_by_position_batches_are_those_of_iteration(tensors: tuple[Tensor, ...], shuffle: bool, drop_last: bool):
+@pytest.mark.parametrize("kind", [ResidentLoader, Differences])
+def test_by_position_batches_are_those_of_iteration(
+    kind: type[ResidentLoader], tensors: tuple[Tensor, ...], shuffle: bool, drop_last: bool
+):
     def make(seed: int) -> ResidentLoader:
-        return ResidentLoader(tensors, BATCH, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return kind(tensors, BATCH, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     check_positions(make, follows_seed=shuffle)
 
@@ -241,6 +251,13 @@ def test_loaders_that_differ_in_anything_have_another_order(other: dict):
     assert make().order == make().order
     assert hash(make().order) == hash(make().order)
     assert make().order != make(**other).order
+
+
+@pytest.mark.parametrize("position", [-1, ROWS])
+def test_there_is_nothing_outside_of_an_epoch(position: int):
+    for go in (loader().batch_at, loader().go_to):
+        with pytest.raises(IndexError, match=f"no (batch|position) {position}"):
+            go(0, position)
 
 
 @pytest.mark.parametrize("seen", range(13))

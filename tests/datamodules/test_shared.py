@@ -112,6 +112,11 @@ def test_data_is_freed_after_its_last_data_module(data: Data):
     assert data.reads == 2 * reads
 
 
+def test_a_loader_shares_the_data_of_a_module_that_is_gone(data: Data):
+    loader = data().train_dataloader()
+    assert data().train_dataloader().order == loader.order
+
+
 def test_data_of_another_file_version_or_device_is_another(data: Data, tmp_path: Path):
     first = data()
     elsewhere = tmp_path / "elsewhere"
