@@ -383,7 +383,8 @@ class TensorData(SeededData):
         return ResidentLoader(tensors, self.batch_size, **self.loader_options(training=training))
 
     def loader_options(self, *, training: bool) -> dict[str, Any]:
-        return {"shuffle": training and self.shuffles, "source": self._data, **super().loader_options(training=training)}
+        own = {"shuffle": training and self.shuffles, "source": self._data}
+        return {**own, **super().loader_options(training=training)}
 
 
 def ranks(trainer: Trainer | None) -> dict[str, int]:
