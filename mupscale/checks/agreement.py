@@ -272,10 +272,10 @@ class _Check:
         _, result = watched(model, self.call, dtype=self.dtype, seed=seed, vary=self.vary)
         return floats_of(result)
 
-    def _pass_of_narrow(self, model: nn.Module) -> _Pass:
+    def _pass_of_narrow(self, model: nn.Module, seed: int = 0) -> _Pass:
         """Raises `_Fails` if the model does; buffers stay as the pass left them."""
         try:
-            outputs = self._run(model)
+            outputs = self._run(model, seed)
             gradients = named_gradients(model, weighted_sum(outputs))
         except (torch.OutOfMemoryError, UserError):
             raise
@@ -386,15 +386,14 @@ class _Check:
                 with buffers_kept(self.narrow):
                     trained = self._pass_of_narrow(self.narrow)
                     statistics = {name: buffer.clone() for name, buffer in self.narrow.named_buffers()}
-            except _Fails as error:  # a model may need more to train, such as labels
-                return (f"not compared in training mode: call(model) fails there: {error}",)
-            try:
                 if not _are_equal(trained.outputs, self.reference.outputs):
                     self._compare(trained)
+            except _Fails as error:  # a model may need more to train, such as labels
+                return (f"not compared in training mode: call(model) fails there: {error}",)
             except _Differs:
                 with buffers_kept(self.narrow):
-                    again = self._run(self.narrow, seed=1)
-                if _are_equal(trained.outputs, again):
+                    again = self._pass_of_narrow(self.narrow, seed=1)
+                if _are_equal(trained.outputs, again.outputs):
                     raise
                 return (
                     "in training mode the model draws random numbers outside of dropout layers, the wide one others",

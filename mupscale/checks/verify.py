@@ -152,7 +152,7 @@ def verify(
     without = copied("verify: narrow", given)
     for name in dropout:
         without.get_submodule(name).eval()
-    if any(without.get_submodule(name).training for name in dropout):  # some are always on
+    if all(without.get_submodule(name).training for name in dropout):  # they are always on
         return replace(verdict, dropout=dropout)
     settings: dict[str, Any] = {"steps": steps, "clip": clip, "hints": hints, "tolerance": tolerance, "watch": watch}
     again = verify(without, wide_given, optimizer=optimizer, batches=batches, loss=loss, **settings)
@@ -275,9 +275,11 @@ def check_claim(
     for batch in batches:
         with torch.no_grad(), buffers_kept(narrow), buffers_kept(wide):
             static = worst_of(static, _deviation(float(loss(wide, batch)), float(loss(narrow, batch))))
-    with buffers_kept(wide):
-        gradients = named_gradients(wide, loss(wide, batches[0]))
-    claim = method.claim(report.plan, narrow, [before], gradients)
+    gradients = {}
+    if method.measures_claim:
+        with buffers_kept(wide):
+            gradients["gradients"] = named_gradients(wide, loss(wide, batches[0]))
+    claim = method.claim(report.plan, narrow, [before], **gradients)
     if report.plan.layers:  # new layers learn, which no narrow run does
         claim = Claim(claim.function and report.plan.keeps_function, False)
     for step in range(steps):

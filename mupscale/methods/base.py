@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.errors import UserError, refuse_unless_level
+from mupscale.errors import UserError
 from mupscale.methods.noise import Noise, SameNoise, init_scale
 from mupscale.widening.growth import Growth, copy_index, duplicate_, is_unit_by_unit
 from mupscale.widening.hints import Hints
@@ -65,7 +65,7 @@ class GrowthMethod:
     """What the authors do with the optimizer state, and the default."""
     published_hyperparameters: Hyperparameters = "table"
     """Whether the authors rescale hyperparameters, and the default."""
-    keeps_function: bool = True
+    keeps_function: bool = False
     """Whether the wide network computes what the narrow one did, just after growing."""
     noise: Noise | None = None
     """A perturbation that belongs to the method."""
@@ -78,7 +78,7 @@ class GrowthMethod:
     needs_batches: bool = False
     """Whether `fit` must run before the weights can be written."""
     measures_claim: bool = False
-    """Whether only gradients show what `claim` preserves."""
+    """Whether only gradients show what `claim` preserves, so that it has to be given them."""
 
     def __init__(
         self, state: StateRule | None = None, hyperparameters: Hyperparameters | None = None, rewarm_steps: int = 0
@@ -205,6 +205,7 @@ def norms_over_width(plan: Plan, narrow: nn.Module) -> Iterator[str]:
 class Duplication(GrowthMethod):
     """The paper's method: k copies of every unit, each read with 1/k of its weight. Preserves function and training."""
 
+    keeps_function = True
     grows_weight_norms = True
 
 
@@ -224,6 +225,7 @@ class HyperCloning(GrowthMethod):
 
     published_state = "reset"
     published_hyperparameters = "same"
+    keeps_function = True
 
     def __init__(self, variant: Variant = "symmetric", decibels: float = 10.0, **options: Any) -> None:
         """
@@ -233,7 +235,8 @@ class HyperCloning(GrowthMethod):
             options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
         super().__init__(**options)
-        refuse_unless_level("HyperCloning: decibels", decibels)
+        if isinstance(decibels, bool) or not isinstance(decibels, float | int) or not math.isfinite(decibels):
+            raise UserError(f"HyperCloning: decibels must be a finite number, got {decibels!r}")
         if variant not in get_args(Variant):
             raise UserError(f"HyperCloning: variant must be one of {', '.join(get_args(Variant))}; got {variant!r}")
         self.variant = variant
@@ -256,8 +259,11 @@ class HyperCloning(GrowthMethod):
     def claim(
         self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], gradients: Gradients | None = None
     ) -> Claim:
+        claim = super().claim(plan, narrow, optimizers)
+        if not claim.dynamics or self.noise is not None:
+            return Claim(claim.function, False)
         unequal = any(self._is_diagonal(plan.parameters[name]) for name in _decayed(narrow, optimizers))
-        return Claim(True, super().claim(plan, narrow, optimizers).dynamics and self.noise is None and not unequal)
+        return Claim(claim.function, not unequal)
 
     def _is_diagonal(self, entry: Growth) -> bool:
         """Whether copies of a weight differ."""
@@ -273,7 +279,7 @@ def _decayed(narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str
         for group in optimizer.param_groups:
             coupled = is_nonzero(group.get("weight_decay")) and not rule.decouples_decay(group)
             for parameter in group["params"] if coupled and rule.degree == 0 else ():
-                if parameter.requires_grad:
+                if parameter.requires_grad and id(parameter) in names:
                     yield names[id(parameter)]
 
 
@@ -281,7 +287,6 @@ class _BelowTheWeights(Noise):
     """Centred noise with a mean square that is so many decibels below that of the widened weight."""
 
     centred = True
-    level_name = "decibels"
 
     def __init__(self, decibels: float) -> None:
         self.decibels = decibels
@@ -289,9 +294,6 @@ class _BelowTheWeights(Noise):
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
         size = float(widened.abs().double().square().mean().sqrt())
         return size * 10 ** (-self.decibels / 20) / init_scale(entry)
-
-    def reads_widened(self, entry: Growth) -> bool:
-        return True
 
 
 def _growing(entry: Growth, side: Side) -> list[int]:
@@ -317,6 +319,7 @@ class ZeroPadding(GrowthMethod):
     preserved as well if new units never train, which `check_claim` measures: it is not before a sigmoid.
     """
 
+    keeps_function = True
     equal_copies = False
     state_to_copies = False
     measures_claim = True

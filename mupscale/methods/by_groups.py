@@ -164,6 +164,8 @@ class Net2Net(GrowthMethod):
     units by their number of copies.
     """
 
+    keeps_function = True
+
     def __init__(self, seed: int = 0, groups: AxisGroups | None = None, **options: Any) -> None:
         """
         Args:
@@ -297,6 +299,8 @@ class Lemon(GrowthMethod):
     `groups`, or in the model's `width_groups`, are split unequally. Axes under a norm are split equally, as LEMON does
     if the width is a multiple: the gradient of a norm mixes the shares of all units, so unequal shares are not exact.
     """
+
+    keeps_function = True
 
     def __init__(self, seed: int = 0, spread: float = 0.5, groups: AxisGroups | None = None, **options: Any) -> None:
         """

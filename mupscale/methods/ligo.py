@@ -38,7 +38,6 @@ class LiGO(GrowthMethod):
     """
 
     equal_copies = False
-    keeps_function = False
     needs_batches = True
 
     published_state = "reset"

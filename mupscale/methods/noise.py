@@ -20,6 +20,7 @@ the added noise over that of the signal.
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,20 +50,19 @@ class Noise(ABC):
     centred: bool = False
     """Whether the mean over the copies of an input unit is subtracted."""
     level_name: str | None = None
-    """The argument that says how strong it is."""
+    """The argument that all constants are proportional to, or the largest of them; None if there is none."""
 
     @abstractmethod
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         """σ̄ of one parameter, or of each position, from its narrow and widened values and the draw Δ at σ̄ = 1."""
 
     def level(self) -> float:
-        """The largest constant given, or what all are proportional to."""
-        assert self.level_name is not None
-        return getattr(self, self.level_name)
+        """The argument `level_name`; infinite if there is none."""
+        return math.inf if self.level_name is None else getattr(self, self.level_name)
 
     def reads_widened(self, entry: Growth) -> bool:
         """Whether `constant` needs all widened values of this parameter; if not, some of its rows are enough."""
-        return False
+        return True
 
     def applies(self, entry: Growth) -> bool:
         """Whether this parameter gets noise, by default or by `where`; centred noise only if it sums over copies."""
@@ -137,6 +137,9 @@ class AdditiveNoise(Noise):
 
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
         return self.std
+
+    def reads_widened(self, entry: Growth) -> bool:
+        return False
 
 
 class SignalNoise(Noise):
@@ -249,6 +252,9 @@ class RecordedNoise(Noise):
 
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         return torch.tensor(self._recorded(entry), dtype=torch.float64)
+
+    def reads_widened(self, entry: Growth) -> bool:
+        return False
 
     def _recorded(self, entry: Growth) -> float | list[Any]:
         """Of its own name, or that of the layer it comes from: noise may be recorded with fewer layers."""

@@ -64,7 +64,7 @@ class Axis(NamedTuple):
     def scale(self) -> Scale:
         """What its wide entries are multiplied by: one number for all, or a tensor with a number for each."""
         copies: Any = copies_of_entries(self.pieces) if is_mixed(self.pieces) else self.reference
-        share: Any = torch.tensor(self.shares, dtype=torch.float64) if self.shares else 1.0
+        share: Any = torch.tensor(self.shares, dtype=torch.float64, device="cpu") if self.shares else 1.0
         return table.scale_of_axis(self.side, copies, self.reference, share)
 
 
@@ -157,6 +157,10 @@ def is_mixed(layout: Layout) -> bool:
     return len({piece.factor for piece in layout}) > 1
 
 
+AT_ONCE = 2**22
+"""Wide entries of several pieces that are written at a time: temporaries have as many."""
+
+
 def duplicate_(
     target: Tensor,
     source: Tensor,
@@ -166,13 +170,19 @@ def duplicate_(
     rows: slice | None = None,
     first: int = 0,
 ) -> None:
-    """Writes `source`, duplicated along every axis, into `target`, without a temporary of the target's size.
+    """Writes `source`, duplicated along every axis, into `target`, with small temporaries.
 
     `scale` multiplies everything, in the wider dtype, and so do the `factors` of each axis: a number, or a tensor with
     one for each wide entry (`Axis.scale`). `target` may be some `rows` of the wide tensor alone, from a start to an
     end; then `source` may have only the narrow rows that they need, from the row `first` on.
     """
     factors = [1.0] * len(layouts) if factors is None else factors
+    is_indexed = any(len(layout) > 1 or isinstance(f, Tensor) for layout, f in zip(layouts, factors, strict=True))
+    if rows is None and is_indexed and target.numel() > AT_ONCE:
+        height = max(1, AT_ONCE // target[0].numel())
+        for part in (slice(start, min(start + height, len(target))) for start in range(0, len(target), height)):
+            duplicate_(target[part], source, layouts, factors, scale, part)
+        return
     scale *= math.prod(factor for factor in factors if not isinstance(factor, Tensor))
     dtype = torch.promote_types(source.dtype, target.dtype)
     sizes: list[tuple[int, int, int]] = []
@@ -256,11 +266,11 @@ def centre_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) ->
 
 def _centre_by_index_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) -> None:
     """The same for axes of several pieces, with temporaries."""
-    mean, count = tensor, tensor.new_ones([1] * tensor.ndim)
+    mean, count = tensor, tensor.real.new_ones([1] * tensor.ndim)
     for axis in axes:
         layout = layouts[axis]
         index, copy = source_index(layout).to(tensor.device), copy_index(layout).to(tensor.device)
-        copies = copies_of_entries(layout).to(tensor).view([-1 if i == axis else 1 for i in range(tensor.ndim)])
+        copies = copies_of_entries(layout).to(count).view([-1 if i == axis else 1 for i in range(tensor.ndim)])
         sums = mean.new_zeros([narrow_length(layout) if i == axis else n for i, n in enumerate(mean.shape)])
         for number in range(int(copy.max()) + 1):  # one copy after another, so that the order of the sum is the same
             places = (copy == number).nonzero().flatten()

@@ -133,7 +133,7 @@ def _same_widths(one: Record, other: Record) -> bool:
 
 def _entries(entry: Growth, old: Record) -> tuple[tuple[int, Side, tuple[float, ...]], ...]:
     """The relative numbers of copies along mixed axes after this growth, on top of those of an earlier one."""
-    earlier = {axis: torch.tensor(row, dtype=torch.float64) for axis, _, row in old.entries}
+    earlier = {axis: torch.tensor(row, dtype=torch.float64, device="cpu") for axis, _, row in old.entries}
     answer = []
     for number, axis in enumerate(entry.axes):
         now = copies_of_entries(axis.pieces) / axis.reference

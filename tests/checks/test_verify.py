@@ -445,3 +445,13 @@ def test_dropout_that_is_always_on_is_compared_once() -> None:
     verdict = verified(narrow, wide)
     assert not verdict.passed
     assert verdict.dropout == ("1",)
+
+
+def test_dropout_that_is_always_on_leaves_that_which_is_not_to_be_switched_off() -> None:
+    def layers(width: int) -> nn.Module:
+        return nn.Sequential(AlwaysOn(0.2), nn.Linear(3, width), nn.Dropout(0.3), nn.Linear(width, 2))
+
+    torch.manual_seed(0)
+    verdict = verified(layers(4), layers(8))
+    assert verdict.passed, "the layer that is always on drops units that do not grow"
+    assert verdict.dropout == ("0", "2")

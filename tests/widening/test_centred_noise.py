@@ -202,6 +202,15 @@ def test_centring_follows_the_layout():
 # --- the same noise again
 
 
+def test_complex_pieces_are_centred():
+    layouts = [parse_layout([[1, 1, 2], [1, 1, 1]], 2, 3)]
+    draw = torch.randn(3, dtype=torch.complex64)
+    parts = draw.real.clone(), draw.imag.clone()
+    for each in (draw, *parts):
+        centre_(each, layouts, [0])
+    torch.testing.assert_close(draw, torch.complex(*parts))
+
+
 def test_recorded_noise_is_centred_as_it_was(tmp_path):
     torch.manual_seed(0)
     case, path = CASES["convnet"], tmp_path / "noise.json"

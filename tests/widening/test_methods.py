@@ -14,7 +14,9 @@ import mupscale
 from mupscale import methods
 from mupscale.errors import UserError
 from mupscale.methods import FPI, Duplication, GrowthMethod, HyperCloning, Lemon, Net2Net, ShrinkAndPad, ZeroPadding
+from mupscale.methods.noise import Noise
 from mupscale.models.mlp import MLPNet
+from mupscale.widening.growth import Growth
 
 METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "duplication": Duplication,
@@ -186,10 +188,59 @@ def test_bad_input_is_refused_before_anything_is_written(build: Callable[[], Any
         (lambda: ShrinkAndPad(0.0), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got 0.0"),
         (lambda: ShrinkAndPad(1.1), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got 1.1"),
         (lambda: ShrinkAndPad(float("nan")), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got nan"),
-        (lambda: HyperCloning("noisy", float("nan")), "decibels must be a finite number of at least 0, got nan"),
+        (lambda: HyperCloning("noisy", float("nan")), "decibels must be a finite number, got nan"),
         (lambda: HyperCloning("symmetrical"), "variant must be one of symmetric, diagonal, noisy; got 'symmetrical'"),
     ],
 )
 def test_methods_that_do_not_exist(make: Callable[[], Any], message: str):
     with pytest.raises(UserError, match=message):
         make()
+
+
+# --- methods and noise of a user
+
+
+def perceptrons() -> tuple[nn.Module, nn.Module]:
+    narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, n), nn.Linear(n, 2)) for n in (4, 8))
+    return narrow, wide
+
+
+class Redrawn(methods.GrowthMethod):
+    def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
+        target.normal_()
+
+
+def test_a_method_that_claims_nothing_keeps_nothing():
+    narrow, wide = perceptrons()
+    report = mupscale.upscale(narrow, wide, method=Redrawn(), call=lambda model: model(torch.ones(2, 3)))
+    assert not report.exact
+
+
+class MeanSquare(Noise):
+    """As strong as the weight, which has to be known whole."""
+
+    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
+        assert widened.shape == entry.wide_shape
+        return float(widened.square().mean().sqrt())
+
+
+def test_noise_needs_nothing_but_a_constant():
+    narrow, wide = perceptrons()
+    assert mupscale.upscale(narrow, wide, noise=MeanSquare()).noise["0.weight"] > 0
+
+
+def test_noise_may_be_louder_than_the_weights():
+    narrow, wide = perceptrons()
+    x = torch.randn(5, 3)
+    before = narrow(x)
+    mupscale.upscale(narrow, wide, method=HyperCloning("noisy", -3.0))
+    torch.testing.assert_close(wide(x), before, rtol=1e-5, atol=1e-5)
+
+
+def test_an_optimizer_of_another_model_is_refused_by_every_method():
+    decayed = torch.optim.Adam(perceptrons()[0].parameters(), weight_decay=0.1)
+    for method in (HyperCloning(), HyperCloning("diagonal", state="carry", hyperparameters="table")):
+        assert_refused(
+            lambda method=method: (*perceptrons(), {"narrow_opt": decayed, "method": method}),
+            ("not in the narrow model",),
+        )

@@ -27,6 +27,8 @@ import mupscale
 from mupscale.methods.grow import grow
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.resnet import ResNet18Net
+from mupscale.widening import growth
+from mupscale.widening.growth import Piece
 
 
 class Net(nn.Module):
@@ -154,6 +156,17 @@ def test_peak_memory():
     sizes = [t.nbytes for t in (*wide.parameters(), *wide.buffers(), *tensors(wide_opt))]
     assert memory.start > max(sizes)  # else the bound below would say nothing
     assert sum(sizes) <= memory.peak <= sum(sizes) + max(sizes)
+
+
+def test_pieces_are_written_without_a_temporary_of_the_same_size(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(growth, "AT_ONCE", 64)
+    source, target = torch.randn(24, 32), torch.empty(40, 64)
+    layouts = [(Piece(16, 4, 2), Piece(8, 8, 1)), (Piece(32, 32, 2),)]
+    with Memory(lambda: [source, target], []) as memory:
+        growth.duplicate_(target, source, layouts, [torch.arange(40.0), 0.5])
+    assert memory.peak - memory.start < target.nbytes / 4
+    rows = source[growth.source_index(layouts[0])] * 0.5 * torch.arange(40.0)[:, None]
+    assert torch.equal(target, torch.cat([rows, rows], 1))
 
 
 # --- one upscale after another
