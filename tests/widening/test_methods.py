@@ -238,9 +238,12 @@ def test_noise_may_be_louder_than_the_weights():
 
 
 def test_an_optimizer_of_another_model_is_refused_by_every_method():
+    def call(model: nn.Module) -> Tensor:
+        return model(torch.ones(2, 3))
+
     decayed = torch.optim.Adam(perceptrons()[0].parameters(), weight_decay=0.1)
     for method in (HyperCloning(), HyperCloning("diagonal", state="carry", hyperparameters="table")):
         assert_refused(
-            lambda method=method: (*perceptrons(), {"narrow_opt": decayed, "method": method}),
+            lambda method=method: (*perceptrons(), {"narrow_opt": decayed, "method": method, "call": call}),
             ("not in the narrow model",),
         )
