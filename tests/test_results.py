@@ -159,7 +159,7 @@ def test_a_released_checkpoint_in_sentences() -> None:
     assert min(gains) > 0
     for page, text in (
         (PAGE, "{:.3f} below training it on as it is, in both"),
-        (GUIDE, "| {:.3f} below training it on |"),
+        (GUIDE, "| {:.3f} below training it on (two seeds) |"),
     ):
         assert text.format(mean(gains)) in " ".join(page.read_text().split())
 

@@ -70,6 +70,8 @@ def upscale_rows() -> list[str]:
     return rows
 
 
+DECAYED = {"mlp_sgd_decay": "MLP with SGD", "mlp_adamw_decay": "AdamW", "resnet_decay": "ResNet", "gpt2_decay": "GPT-2"}
+
 DECAYS = {"mlp_adamw": "AdamW", "mlp_sgd": "SGD", "resnet": "ResNet"}
 """Experiments with a falling rate on both sides."""
 
@@ -194,11 +196,22 @@ def test_the_rows_of_the_readme() -> None:
 
 def test_costs_at_constant_rates_on_both_summaries() -> None:
     costs = [row.split(" | ") for row in cost_rows()]
-    without_base, with_base = ([row[column].split(": ")[1] for row in costs] for column in (2, 3))
-    factors = sorted(float(factor.rstrip("×")) for factor in without_base)
+    with_base = [row[3].split(": ")[1] for row in costs]
+    factors = sorted(float(factor.rstrip("×")) for factor in with_base)
     first, overview = (" ".join(path.read_text().split()) for path in (ROOT / "README.md", FOLDER / "README.md"))
-    assert f"with {factors[0]} to {factors[-1]:.0f} times less compute" in first
+    assert f"with {factors[0]} to {factors[-1]} times less compute" in first
     assert f"at a constant rate: {', '.join(with_base)}; at a falling rate" in overview
+
+
+def test_costs_at_falling_rates_in_the_summary() -> None:
+    overview = " ".join((FOLDER / "README.md").read_text().split())
+    found = []
+    for experiment, title in DECAYED.items():
+        runs = read_rows(f"{experiment}/summary.csv")
+        base, scratch = (mean(take(runs, "flops", group=group)) for group in GROUPS[:2])
+        factor = scratch / (mean(take(runs, "reach_flops", group="upscaled")) + base)
+        found.append(f"{factor:.1f}× ({title})")
+    assert f"which measures the schedule too, {', '.join(found)}, and" in overview
 
 
 PAGES: dict[str, tuple[Callable[[], list[str]], ...]] = {
