@@ -57,7 +57,15 @@ class Claim:
             pass  # a file system without locks
         _held[self.folder] = self
 
+    def __enter__(self) -> "Claim":
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def begin(self) -> None:
+        """Writes which process it is."""
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {platform.node()}\n")
         self._file.flush()

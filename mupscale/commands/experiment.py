@@ -13,7 +13,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mupscale.commands.lab.execution import add_options, claimed, goes_on_when_repeated, open_driver, refuse_options
+from mupscale.commands.lab.execution import add_options, goes_on_when_repeated, open_driver, refuse_options
 from mupscale.commands.process import ArgumentParser, columns, paint, without_collections
 from mupscale.errors import needs_extra
 from mupscale.text_tables import table
@@ -85,7 +85,7 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
                 return
         else:
             print_start(whole)
-        with claimed(out, claim_when_free):  # two parts may end together
+        with claim_when_free(out):  # two parts may end together
             print(whole.conclude())
 
 

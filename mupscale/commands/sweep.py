@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mupscale.commands.checkpoints import Leftovers
-from mupscale.commands.lab.execution import add_options, claimed, goes_on_when_repeated, open_driver, refuse_options
+from mupscale.commands.lab.execution import add_options, goes_on_when_repeated, open_driver, refuse_options
 from mupscale.commands.process import ArgumentParser, command_line, without_collections
 from mupscale.errors import UserError, needs_extra
 
@@ -84,7 +84,7 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
         if not is_finished:
             print("this part is finished; the last part to end writes the results")
             return
-        with claimed(options.out, claim_when_free):  # two parts may end together
+        with claim_when_free(options.out):  # two parts may end together
             path, drawn = whole.write_best()
         print(path.read_text(), end="")
         print(f"wrote {', '.join(str(p) for p in [path, options.out / 'trials.csv', *drawn])}")

@@ -14,7 +14,8 @@ from command_line import LR, NOISE, config_of, refused, small, swap_of
 from synthetic_runs import mlp_flops
 
 from mupscale.__main__ import main
-from mupscale.commands.lab.costs import Costs, StepClock, batches_of, budget_steps, measured, read_costs
+from mupscale.commands.lab.costs import CostPart, Costs, StepClock, batches_of, budget_steps, measured
+from mupscale.commands.lab.driver import Driver, Inline
 from mupscale.commands.lab.file import MidrunKeys, midrun_keys, read, stretched
 from mupscale.commands.lab.protocols import Experiment, RunPart
 from mupscale.commands.lab.run import result_of
@@ -212,6 +213,7 @@ def test_nothing_is_made_while_the_time_is_measured() -> None:
     Path("o").mkdir()
     Path("o/costs.json").touch()
     assert run.known_result() == (0.0, 0.0)
+    assert Driver(Inline(), "auto", 1, 2).have_finished({0: trial})  # another part, which waits for it
     assert whole.parts[0].finished
 
 
@@ -253,10 +255,12 @@ def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("file", "protocols"):  # the test of all shipped files has it, and it takes seconds
         monkeypatch.setattr(f"mupscale.commands.lab.{module}.check", lambda description: None)
-    main(["experiment", file(midrun(sweep_1={LR: [0.02]}, timing_steps=10)), "--out", "o"])
+    path = file(midrun(sweep_1={LR: [0.02]}, timing_steps=10))
+    described = read(Path(path), [])
+    main(["experiment", path, "--out", "o"])
     output = capfd.readouterr().out
     assert output.count(": begins\n") == 17
-    measured = read_costs(Path("o/costs.json"))
+    measured = CostPart(Path("o"), described).costs
     assert (measured.steps, measured.steps_per_epoch, measured.batches_per_step) == (20, 6, 1)
     for width in (8, 12, 16, 24, 32):  # data need no gradient: two operations less per weight of the first layer
         assert measured.flops[str(width)] == 1000 * (mlp_flops(width) - 2 * 54 * width)

@@ -58,7 +58,7 @@ def test_every_experiment_runs(
     described = json.loads((out / "experiment.json").read_text())
     assert described["quick"] is True
     for run in described["runs"]:
-        result_of(out / run["folder"])
+        assert result_of(out / run["folder"]) is not None
     assert len(list(out.rglob("result.json"))) <= MOST_RUNS
     if described["protocol"] == "transfer":
         assert (out / "transfer.png").exists()

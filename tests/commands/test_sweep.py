@@ -23,10 +23,9 @@ from mupscale.callbacks import trial_metric
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands import figures
-from mupscale.commands.checkpoints import newest_checkpoint
+from mupscale.commands.checkpoints import Claim, newest_checkpoint
 from mupscale.commands.cli import parsed
 from mupscale.commands.config import Point, at, brief, labels
-from mupscale.commands.lab.execution import claimed
 from mupscale.commands.lab.run import Result, Run, with_run
 from mupscale.commands.lab.space import Axis, grid, parsed_axis
 from mupscale.commands.lab.sweep import Sweep, tuned_values
@@ -238,7 +237,7 @@ def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
 
 def test_a_part_has_one_command(tmp_path: Path) -> None:
     arguments = ["--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01", "--out", "s", "--part", "0/2"]
-    with claimed(Path("s/part-0-of-2")):
+    with Claim(Path("s/part-0-of-2")):
         assert "s/part-0-of-2 is already in use" in refused("sweep", *arguments)
     assert not Path("s/trials").exists()
 

@@ -13,22 +13,12 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from mupscale.atomic import write_text
-from mupscale.commands.cli import parsed
-from mupscale.commands.config import Config, read_json, temporary_file
+from mupscale.commands.config import Config, read_json
 from mupscale.commands.configured import first_batches
 from mupscale.commands.lab.file import Description, of_width
-from mupscale.commands.lab.run import (
-    Part,
-    Result,
-    Run,
-    Trial,
-    drop_checkpoints,
-    explained,
-    free_memory,
-    logged,
-    with_run,
-)
+from mupscale.commands.lab.run import Part, Result, Run, Trial, drop_checkpoints, free_memory, open_run, with_run
 from mupscale.commands.widths import Growth, Size, folder_name, model_size
+from mupscale.data_files import interpreting
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_in
 
@@ -76,13 +66,6 @@ class Costs:
         return before, before + after
 
 
-def read_costs(path: Path) -> Costs:
-    try:
-        return Costs(**read_json(path))
-    except TypeError as error:
-        raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
-
-
 class CostPart(Part):
     """Measures the cost of steps once. It is a stage of its own, because timing needs the device alone."""
 
@@ -92,7 +75,9 @@ class CostPart(Part):
 
     @property
     def costs(self) -> Costs:
-        return read_costs(self.out / COSTS)
+        path = self.out / COSTS
+        with interpreting(f"{path} is damaged; delete it and run the same command again"):
+            return Costs(**read_json(path))
 
     @property
     def finished(self) -> bool:
@@ -113,7 +98,7 @@ class CostRun(Run):
     def kind(self) -> None:
         return None  # a stack would be timed otherwise
 
-    def known_result(self) -> Result | None:
+    def written_result(self) -> Result | None:
         return (0.0, 0.0) if (self.folder.parent / COSTS).exists() else None
 
     def make(self) -> Result:
@@ -222,8 +207,8 @@ def timed_run(config: Config, folder: Path, steps: int) -> StepClock:
     whole["checkpoint"]["every_n_train_steps"] = steps + 1
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed: a time must be measured in one go
     torch.compiler.reset()
-    with explained("costs", folder), temporary_file(whole) as file, logged(folder):
-        cli = parsed(["--config", file], "fit")
+    with open_run(Run(whole, folder, "costs")) as cli:
+        cli.run()
     answer = callbacks_in(cli.trainer, StepClock)[0]
     drop_checkpoints(folder)
     free_memory()

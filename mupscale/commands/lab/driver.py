@@ -204,11 +204,11 @@ class Driver:
 
     def have_finished(self, trials: dict[int, Trial]) -> bool:
         """Whether all trials of a stage are finished, by this part and the others."""
-        return all(
-            (self._results_of(trial) if self._is_mine(number) else runs.ending_of(trial.runs, Run.written_result))
-            is not None
-            for number, trial in trials.items()
-        )
+        for number, trial in trials.items():
+            find = self._result_of if self._is_mine(number) else lambda run: run.written_result()
+            if runs.ending_of(trial.runs, find) is None:
+                return False
+        return True
 
     def _results_of(self, trial: Trial) -> list[Result] | None:
         """The results of a trial whose runs are finished, up to the first that diverged; None of any other."""

@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,7 @@ def open_driver(options: argparse.Namespace, accelerator: str, out: Path) -> Ite
             from mupscale.commands.lab.on_ray import connected
 
             executor = stack.enter_context(connected(options, accelerator, out))
-        stack.enter_context(claimed(out if options.part is None else out / f"part-{part}-of-{parts}"))
+        stack.enter_context(Claim(out if options.part is None else out / f"part-{part}-of-{parts}"))
         gpus = [] if accelerator == "cpu" or options.ray is not None else visible_gpus()
         count = options.workers or max(1, len(gpus))
         if count > 1:
@@ -146,14 +146,3 @@ def refuse_folder(out: Path, what: str, settings: dict[str, Any]) -> None:
         refuse_difference({key: there.get(key) for key in settings}, settings, f"--out {out} holds another {what}")
     elif out.is_dir() and any(out.iterdir()) and not is_begun(out):
         raise UserError(f"--out {out} is not empty and has no {what}; name a new folder")
-
-
-@contextmanager
-def claimed(folder: Path, claim_of: Callable[[Path], Claim] = Claim) -> Iterator[None]:
-    """Keeps other commands out of a folder. Raises a UserError if another one works on it."""
-    claim = claim_of(folder)
-    try:
-        claim.begin()
-        yield
-    finally:
-        claim.release()

@@ -15,7 +15,7 @@ from typing import Any
 
 from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
-from mupscale.commands.checkpoints import RESULT, damage_at
+from mupscale.commands.checkpoints import damage_at
 from mupscale.commands.config import Config, callbacks_of, read_json
 from mupscale.commands.lab.costs import CostPart
 from mupscale.commands.lab.driver import Driver
@@ -72,11 +72,12 @@ class RunPart(Part):
     @property
     def value(self) -> float:
         """The metric; infinite if the run diverged or is left out."""
-        return math.inf if self.is_left_out() else result_of(self.folder)[0]
+        result = None if self.is_left_out() else result_of(self.folder)
+        return math.inf if result is None else result[0]
 
     @property
     def finished(self) -> bool:
-        return self.is_left_out() or ((self.folder / RESULT).exists() and bool(result_of(self.folder)))
+        return self.is_left_out() or result_of(self.folder) is not None
 
     def trials(self) -> list[Trial]:
         config = with_run(self.config(), self.metric, self.seed, self.folder)

@@ -72,16 +72,14 @@ class Run:
 
     def known_result(self) -> "Result | None":
         written = self.written_result()
-        if written is not None:
-            return written
         # of a run whose process died before it wrote the result
-        if self.newest_checkpoint()[1].get("callbacks", {}).get("TrialMetric", {}).get("diverged"):
+        if written is None and self.newest_checkpoint()[1].get("callbacks", {}).get("TrialMetric", {}).get("diverged"):
             return record(self.folder, {"value": math.inf, "seconds": 0.0})
-        return None
+        return written
 
     def written_result(self) -> "Result | None":
         """The result, if it is written; the checkpoints, which another process may be deleting, are not looked at."""
-        return result_of(self.folder) if (self.folder / RESULT).exists() else None
+        return result_of(self.folder)
 
     def result_of_others(self) -> "Result | None":
         """The result, if another process has finished the run; one whose driver died may still be about to end."""
@@ -260,7 +258,10 @@ def record(folder: Path, numbers: dict[str, Any]) -> Result:
     return numbers["value"], numbers["seconds"]
 
 
-def result_of(folder: Path) -> Result:
+def result_of(folder: Path) -> Result | None:
+    """The result in the folder of a run; None if it is not written."""
+    if not (folder / RESULT).exists():
+        return None
     result = read_json(folder / RESULT)
     try:
         return float(result["value"]), float(result["seconds"])

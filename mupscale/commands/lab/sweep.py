@@ -23,7 +23,6 @@ import yaml
 from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
-from mupscale.commands.checkpoints import RESULT
 from mupscale.commands.config import Config, Point, at, brief, callback_key, callbacks_of, class_name, labels, read_json
 from mupscale.commands.event_files import read_log
 from mupscale.commands.lab.execution import refuse_folder
@@ -61,7 +60,7 @@ class Sweep(Part):
         """`name` is what the names of its trials start with."""
         super().__init__(name, folder)
         self.total, self._settings, self._may_diverge = total, settings, may_diverge
-        self._found: dict[Path, Result] = {}
+        self._found: dict[Path, Result | None] = {}
 
     @cached_property
     def settings(self) -> Settings:
@@ -177,9 +176,9 @@ class Sweep(Part):
         return answer
 
     def _result_of(self, folder: Path) -> Result | None:
-        if folder not in self._found and (folder / RESULT).exists():
+        if self._found.get(folder) is None:
             self._found[folder] = result_of(folder)
-        return self._found.get(folder)
+        return self._found[folder]
 
     @property
     def best(self) -> Outcome | None:
