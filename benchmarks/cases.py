@@ -1,7 +1,7 @@
 """GPT-2, the paper's MLP or ResNet-18 inside `Trainer.fit`, beside a bare loop, a first draft or the authors' code.
 
     git clone https://github.com/yuxinma98/mupscaling
-    python -m benchmarks gpt2 --against mupscaling --repeat 3 [--quick] [--only "width 768"] [--sides authors,ours]
+    python -m benchmarks gpt2 --against mupscaling --repeat 3 [--quick] [--only "width 768"]
     python -m benchmarks mlp [--quick] [--out mlp.json]     # and resnet
 
 TFLOP/s count the matmuls of a step as torch's FLOP counter does, with attention in full. The authors' network and
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from benchmarks.harness import Options, Row
+from benchmarks.harness import ONLY, Options, Row
 from benchmarks.training import Case, compare_sides, first_draft
 from mupscale.datamodules.cifar100 import AugmentingLoader, normalisation_table, padded
 from mupscale.datamodules.resident import ResidentLoader
@@ -217,9 +217,7 @@ def resnet(options: argparse.Namespace) -> Iterator[Case]:
 CASES = {"gpt2": gpt2, "mlp": mlp, "resnet": resnet}
 
 
-OPTIONS: Options = {
-    "--only": {"default": "", "help": "the cases whose names contain this"},
-    "--sides": {"help": "some of the ways to train, separated by commas; all by default"},
+OPTIONS: Options = ONLY | {
     "--repeat": {"type": int, "default": 1, "help": "how often all sides of a case are measured, in turn"},
     "--against": {"type": Path, "metavar": "DIR", "help": "for gpt2: a checkout of the authors' code to train beside"},
 }

@@ -2,10 +2,10 @@
 
     python -m benchmarks data [--quick] [--device cuda] [--data DIR] [--out data.json]
 
-DIR holds covertype.npz, cifar100.npz and fineweb/, a folder written by `python -m mupscale prepare`; what it lacks is
-generated at its real size (581,012 rows, 50,000 images, 100 M tokens). Both
-sides deliver the training batches, ready, on the device. The plain loader indexes sample by sample, shuffles, collates
-in worker processes, and copies from pinned memory.
+DIR holds covertype.npz, cifar100.npz and fineweb/, a folder written by `python -m mupscale prepare`. Without it, files
+of the real sizes are generated (581,012 rows, 50,000 images, 100 M tokens). Both sides deliver the training batches,
+ready, on the device. The plain loader indexes sample by sample, shuffles, collates in worker processes, and copies from
+pinned memory.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.cases import Augmented
 from benchmarks.harness import Row, now, rate
 from benchmarks.training import endless
 from mupscale.datamodules.cifar100 import CIFAR100
-from mupscale.datamodules.covertype import Covertype
+from mupscale.datamodules.covertype import SAMPLE, Covertype
 from mupscale.datamodules.fineweb import FineWeb
 from mupscale.datamodules.preparation import FILE_TOKENS
 from mupscale.datamodules.token_files import MappedTokens, TokenFolder
@@ -100,55 +100,24 @@ def compared(name: str, unit: str, units: int, sides: dict[str, Batches], second
         }  # fmt: skip
 
 
-# --- data of the real sizes and formats
-
-
-def generate_covertype(file: Path) -> None:
+def generate(folder: Path) -> None:
+    """Files of the real sizes and formats."""
     draw = np.random.default_rng(0)
-    features = np.zeros((ROWS, 54), np.int16)
-    features[:, :10] = draw.integers(4000, size=(ROWS, 10))
-    features[np.arange(ROWS), 10 + draw.integers(4, size=ROWS)] = 1
-    features[np.arange(ROWS), 14 + draw.integers(40, size=ROWS)] = 1
-    np.savez(file, X=features, y=draw.integers(1, 8, size=ROWS, dtype=np.uint8))
-
-
-def generate_cifar100(file: Path) -> None:
-    draw = np.random.default_rng(0)
-    sizes = {"train": IMAGES, "test": IMAGES // 5}
-    images = {f"x_{part}": draw.integers(256, size=(size, 32, 32, 3), dtype=np.uint8) for part, size in sizes.items()}
-    np.savez(file, **images, **{f"y_{part}": draw.integers(100, size=size) for part, size in sizes.items()})
-
-
-def generate_tokens(folder: Path, vocabulary: int = 50_257, document: int = 1000) -> None:
-    draw = np.random.default_rng(0)
-    folder.mkdir()
-    for split, tokens in (("train", TOKENS), ("val", TOKENS // 100)):
-        writer = TokenWriter(folder / split, FILE_TOKENS)
-        writer.append(draw.integers(vocabulary, size=tokens, dtype=np.uint16), np.full(tokens // document, document))
+    with np.load(SAMPLE) as sample:
+        np.savez(folder / "covertype.npz", X=np.resize(sample["X"], (ROWS, 54)), y=np.resize(sample["y"], ROWS))
+    arrays: dict[str, np.ndarray] = {}
+    for part, count in (("train", IMAGES), ("test", IMAGES // 5)):
+        arrays[f"x_{part}"] = draw.integers(256, size=(count, 32, 32, 3), dtype=np.uint8)
+        arrays[f"y_{part}"] = draw.integers(100, size=count)
+    np.savez(folder / "cifar100.npz", **arrays)  # type: ignore[arg-type]
+    (folder / "fineweb").mkdir()
+    for split, count in (("train", TOKENS), ("val", TOKENS // 100)):
+        writer = TokenWriter(folder / "fineweb" / split, FILE_TOKENS)
+        writer.append(draw.integers(50_257, size=count, dtype=np.uint16), np.full(count // 1000, 1000))
         writer.finish("generated")
 
 
-GENERATORS: dict[str, Callable[[Path], None]] = {
-    "covertype.npz": generate_covertype,
-    "cifar100.npz": generate_cifar100,
-    "fineweb": generate_tokens,
-}
-
-
-def complete(given: Path | None, temporary: Path) -> Iterator[Path]:
-    """Where each data set is; what is not given is generated."""
-    for name, generate in GENERATORS.items():
-        if given is not None and (given / name).exists():
-            yield given / name
-        else:
-            print(f"generating {name}", flush=True)
-            generate(temporary / name)
-            yield temporary / name
-
-
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    if options.data is not None and not options.data.is_dir():
-        raise SystemExit(f"--data: there is no folder {options.data}")
     device, seconds = options.device, 0.5 if options.quick else 5.0
     workers = min(8, len(os.sched_getaffinity(0)))
     if device.type == "cpu":
@@ -158,23 +127,26 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         return {f"DataLoader, {n} workers": plain(dataset, batch_size, n, device) for n in (0, workers)}
 
     def images() -> Dataset[Any]:
-        arrays = np.load(cifar100)
+        arrays = np.load(folder / "cifar100.npz")
         return Augmented(arrays["x_train"], arrays["y_train"])
 
     def crops() -> Dataset[Any]:
-        return Crops(TokenFolder(fineweb).tokens("train"), context)
+        return Crops(TokenFolder(folder / "fineweb").tokens("train"), context)
 
     batch, context = 64, 1024
     with tempfile.TemporaryDirectory() as temporary:
-        covertype, cifar100, fineweb = complete(options.data, Path(temporary))
-        sides = plain_sides(lambda: read_rows(covertype), 2000)
-        sides["ours"] = ours(Covertype(str(covertype.parent), 2000), device)
+        folder = options.data or Path(temporary)
+        if options.data is None:
+            generate(folder)
+        sides = plain_sides(lambda: read_rows(folder / "covertype.npz"), 2000)
+        sides["ours"] = ours(Covertype(str(folder), 2000), device)
         yield from compared("Covertype", "rows", 2000, sides, seconds)
-        sides = {**plain_sides(images, 128), "ours": ours(CIFAR100(str(cifar100.parent), 128), device)}
+        sides = {**plain_sides(images, 128), "ours": ours(CIFAR100(str(folder), 128), device)}
         yield from compared("CIFAR-100", "images", 128, sides, seconds)
         sides = plain_sides(crops, batch)
         for kind in ("resident", "mapped"):
-            sides[f"ours, {kind}"] = ours(FineWeb(str(fineweb), batch, context, resident=kind == "resident"), device)
+            data = FineWeb(str(folder / "fineweb"), batch, context, resident=kind == "resident")
+            sides[f"ours, {kind}"] = ours(data, device)
         yield from compared("FineWeb", "tokens", batch * context, sides, seconds)
 
 

@@ -1,13 +1,13 @@
 """Time and peak memory of `upscale FOLDER --factor 2`, beside `cp` of as many bytes as it writes.
 
-    python -m benchmarks folder [--quick] [--deep] [--layers 8] [--where FOLDER] [--out folder.json]
+    python -m benchmarks folder [--quick] [--deep] [--layers 8] [--out folder.json]
 
 The folder is a synthetic Llama of the shapes of Llama-2-7B in bfloat16 (hidden size 4096, intermediate size 11008, 32
 heads, vocabulary 32,000) with fewer layers. The start-up is the time of the same command for a tiny model. The command
 runs in a process of its own, whose peak resident memory is given; its check of the written files is included. `cp -r`
 copies the wide folder on the same disk. Both times are given until the bytes are on disk, and CPU seconds beside them,
 because a shared machine has other work to do. With `--deep` the number of layers is doubled instead of the width, by
-layers that add nothing.
+layers that add nothing. TMPDIR names a folder on the disk to measure.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float |
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     layers = options.layers or (2 if options.quick else 8)
-    with tempfile.TemporaryDirectory(dir=options.where) as where:
+    with tempfile.TemporaryDirectory() as where:
         yield measure(Path(where), layers, quick=options.quick, deep=options.deep, noise=options.noise)
 
 
@@ -100,5 +100,4 @@ OPTIONS: Options = {
     "--deep": {"action": "store_true", "help": "double the number of layers, not the width"},
     "--layers": {"type": int, "help": "layers of the narrow model (default 8, which needs 32 GB of disk)"},
     "--noise": {"type": float, "help": "with noise, which needs a tensor at once"},
-    "--where": {"type": Path, "help": "a folder on the disk to measure; by default the temporary one"},
 }

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from mupscale.errors import UncheckedWarning
 Row = dict[str, Any]
 """One measurement, by the titles of its columns. What is no text or number is in the JSON file only."""
 
-
 Options = dict[str, dict[str, Any]]
 """Options of a command by their names, with argparse's settings."""
 
@@ -26,6 +25,8 @@ SHARED: Options = {
     "--quick": {"action": "store_true", "help": "tiny sizes, to test the benchmark itself"},
     "--out": {"type": Path, "help": "write the rows as JSON"},
 }
+ONLY: Options = {"--only": {"default": "", "help": "the cases whose names contain this"}}
+"""For benchmarks of several cases."""
 
 
 def run(name: str, benchmark: Any, arguments: list[str]) -> None:
@@ -61,14 +62,6 @@ def width(title: str) -> int:
 
 def as_text(value: str | float) -> str:
     return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-
-
-def choices(name: str, text: str, known: Iterable[str]) -> list[str]:
-    """The parts of a comma-separated option."""
-    unknown = set(text.split(",")) - set(known)
-    if unknown:
-        raise SystemExit(f"{name}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return text.split(",")
 
 
 def quieten() -> None:

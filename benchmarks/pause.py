@@ -1,6 +1,6 @@
 """How long a fit of GPT-2 pauses when it grows, wider or deeper, and how fast it goes on.
 
-    python -m benchmarks pause [--quick] [--only "layers"] [--ways ahead] [--eager] [--out pause.json]
+    python -m benchmarks pause [--quick] [--only "layers, ahead"] [--out pause.json]
 
 The pause lasts from the end of the last step before the growth to the end of the first one after it, minus an ordinary
 step: the checkpoint before the growth, its checks, two evaluations of the loss, compilation and the capture of a CUDA
@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.cases import token_rows
-from benchmarks.harness import Options, Row, choices, clear_memory, now, peak_gb
+from benchmarks.harness import ONLY, Row, clear_memory, now, peak_gb
 from benchmarks.training import Case, Clock, fit, ours
 from mupscale.callbacks import upscale
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -42,9 +42,6 @@ GROWTHS: dict[str, tuple[Shape, Shape]] = {
     "width 1920 → 3840": ((1920, 12, 4), (3840, 12, 4)),
 }
 QUICK: dict[str, tuple[Shape, Shape]] = {"32 → 64, 1 → 2 layers": ((32, 1, 2), (64, 2, 2))}
-
-
-WAYS = ("then", "ahead")
 
 WARM_UP = 15
 
@@ -92,7 +89,7 @@ def case(name: str, shape: Shape, options: argparse.Namespace) -> Case:
 
     module = partial(
         GPT2, width, layers=layers, heads=2 if options.quick else 12, vocabulary=vocabulary, context=context,
-        compile=not (options.quick or options.eager),
+        compile=not options.quick,
     )  # fmt: skip
     steps, warm_up = (4, 5) if options.quick else (30, WARM_UP)
     batches = partial(token_rows, vocabulary, context, rows)
@@ -134,15 +131,13 @@ def measure(name: str, way: str, small: Shape, large: Shape, options: argparse.N
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     pays_ahead = upscale.pays_ahead
     for name, (small, large) in (QUICK if options.quick else GROWTHS).items():
-        for way in choices("--ways", options.ways, WAYS) if options.only in name else ():
+        for way in ("then", "ahead"):
+            if options.only not in f"{name}, {way}":
+                continue
             upscale.pays_ahead = pays_ahead if way == "ahead" else lambda trainer, module: False
             with tempfile.TemporaryDirectory() as folder:
                 os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton")
                 yield measure(name, way, small, large, options)
 
 
-OPTIONS: Options = {
-    "--only": {"default": "", "help": "the cases whose names contain this"},
-    "--ways": {"default": ",".join(WAYS), "help": "a comma-separated part of these"},
-    "--eager": {"action": "store_true", "help": "without compilation"},
-}
+OPTIONS = ONLY

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Options, Row, clear_memory, peak_gb, rate
+from benchmarks.harness import ONLY, Options, Row, clear_memory, peak_gb, rate
 from benchmarks.training import Case, bare, timed
 from mupscale.commands.cli import described
 from mupscale.commands.config import at, temporary_file
@@ -32,7 +32,8 @@ from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
 from mupscale.stacking.stack import CapturedStack, Stack
 
-EPOCHS = 500
+EPOCHS, TIMED = 500, 8
+"""Of the paper's runs, and of those that are timed here."""
 EPOCH = 232
 """Steps of an epoch of the full Covertype, by batches of 2000."""
 
@@ -47,7 +48,7 @@ def make_runs(case: dict[str, Any], options: argparse.Namespace, folder: Path, e
         },
         "model": {"init_args": {"width": case["base"]}},
         "data": {"init_args": {"data_dir": options.data_dir}},
-        "checkpoint": {"every_n_train_steps": options.epochs // 2 * epoch},
+        "checkpoint": {"every_n_train_steps": TIMED // 2 * epoch},
     }  # fmt: skip
     if case["base"] != case["width"]:
         noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.3}}
@@ -72,7 +73,7 @@ class Enough(Exception):
 def time_stack(case: dict[str, Any], options: argparse.Namespace) -> Row:
     """The trials of a case as one program: seconds of each part, and the whole extrapolated."""
     epoch = 3 if options.quick else EPOCH
-    last, saved_at = options.epochs * epoch, options.epochs // 2 * epoch
+    last, saved_at = TIMED * epoch, TIMED // 2 * epoch
     moments: dict[int, float] = {}
 
     def note(step: int, steps: int, count: int) -> None:
@@ -118,13 +119,13 @@ def time_single(case: dict[str, Any], options: argparse.Namespace) -> Row:
     seconds = []
     with tempfile.TemporaryDirectory() as folder, without_announcements():
         make_runs(case, options, Path(folder), epochs=2)[0].make()  # reads the data, and compiles
-        for epochs in (options.epochs, 3 * options.epochs):
+        for epochs in (TIMED, 3 * TIMED):
             run = make_runs(case, options, Path(folder) / str(epochs), epochs)[1]
             start = time.perf_counter()
             run.make()
             seconds.append(time.perf_counter() - start)
-    epoch = (seconds[1] - seconds[0]) / (2 * options.epochs)
-    fixed = seconds[0] - options.epochs * epoch
+    epoch = (seconds[1] - seconds[0]) / (2 * TIMED)
+    fixed = seconds[0] - TIMED * epoch
     minutes = case["trials"] * (fixed + EPOCHS * epoch) / 60
     return {"set-up and end": fixed, "epoch": epoch, "minutes for 500 epochs": minutes, "peak GB": peak_gb()}
 
@@ -169,7 +170,7 @@ def bare_steps(
 
 def steps_alone(options: argparse.Namespace) -> Iterator[Row]:
     quick, device = options.quick, options.device
-    sizes = [2] if quick else [int(size) for size in options.sizes.split(",")]
+    sizes = [2] if quick else [4, 16]
     size = 2 if quick else 128
     images = torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 100, (size,), device=device)
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
@@ -195,7 +196,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         "sweep 2, bf16": {"trials": many, "base": small, "width": wide, "precision": "bf16-mixed", "seeds": False},
         "5 seeds": {"trials": seeds, "base": widest, "width": widest, "precision": "32-true", "seeds": True},
     }
-    for name in options.cases.split(";") if options.cases else cases:
+    for name in (name for name in cases if options.only in name):
         clear_memory()
         yield {"case": name, **cases[name], **time_stack(cases[name], options)}
         if options.separate:
@@ -203,11 +204,8 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             yield {"case": f"{name}, one by one", **cases[name], **time_single(cases[name], options)}
 
 
-OPTIONS: Options = {
+OPTIONS: Options = ONLY | {
     "part": {"nargs": "?", "choices": ["fits", "bare"], "default": "fits"},
     "--data_dir": {"help": "the folder of the full Covertype"},
-    "--epochs": {"type": int, "default": 8},
-    "--sizes": {"default": "2,4,8", "help": "of the stacks whose steps alone are timed"},
-    "--cases": {"default": "", "help": "the names of cases, separated by semicolons"},
     "--separate": {"action": "store_true", "help": "also one trial by itself"},
 }

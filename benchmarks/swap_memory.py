@@ -1,6 +1,6 @@
 """Memory of each rank while a run that is sharded by FSDP2 grows.
 
-    python -m benchmarks swap_memory [--quick] [--device cpu] [--processes 2,4] [--width 1024] [--out swap_memory.json]
+    python -m benchmarks swap_memory [--quick] [--device cpu] [--processes 2,4] [--width 1024] [--only none]
 
 A GPT-2 doubles its width in the middle of a fit under `torchrun`. Memory is in bytes: "shard" is what a rank holds
 afterwards, its part of the weights and both moments of AdamW. "whole" is the largest tensor of the wide model. "peak"
@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import mupscale
-from benchmarks.harness import Options, Row, choices, quieten
+from benchmarks.harness import ONLY, Options, Row, quieten
 from mupscale.callbacks.swap import Swap
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
@@ -158,14 +158,13 @@ def launched(processes: int, noises: list[str], width: int, device: str) -> Iter
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    noises = choices("--noise", options.noise, NOISE)
+    noises = [noise for noise in NOISE if options.only in noise]
     for processes in map(int, options.processes.split(",")):
         yield from launched(processes, noises, 64 if options.quick else options.width, options.device.type)
 
 
-OPTIONS: Options = {
+OPTIONS: Options = ONLY | {
     "--device": {"type": torch.device, "default": "cpu"},
     "--processes": {"default": "2,4", "help": "comma-separated"},
     "--width": {"type": int, "default": 1024, "help": "the wide one"},
-    "--noise": {"default": ",".join(NOISE), "help": "a comma-separated part of these"},
 }

@@ -1,6 +1,6 @@
 """Time and peak memory of `upscale` for GPT-2 shapes with AdamW state.
 
-    python -m benchmarks upscale [--quick] [--device cuda] [--sizes 125M,630M,2.3B] [--out upscale.json]
+    python -m benchmarks upscale [--quick] [--device cuda] [--only 630M] [--out upscale.json]
 
 Each size doubles the width of a half-size model that has AdamW state, with the wide model on the meta device. The final
 footprint is weights plus both moments. "copy" is one contiguous device-to-device copy of that many bytes.
@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 import mupscale
-from benchmarks.harness import Row, choices, clear_memory, now, quieten
+from benchmarks.harness import ONLY, Row, clear_memory, now, quieten
 from mupscale.models.gpt2 import GPT2Net
 
 # target parameters: width and layers of the wide model; vocabulary 50,304, context 1024, tied embedding
-SIZES = {"tiny": (48, 2), "125M": (768, 12), "630M": (1920, 12), "2.3B": (3840, 12)}
+SIZES = {"125M": (768, 12), "630M": (1920, 12), "2.3B": (3840, 12)}
+QUICK = {"tiny": (48, 2)}
 HEADS = 12
 
 
@@ -80,7 +81,7 @@ def copy_seconds(count: int, device: torch.device) -> float:
 
 def measure(name: str, device: torch.device, noise: float | None, consume: bool) -> Row:
     quieten()  # in a process of its own
-    width, layers = SIZES[name]
+    width, layers = (SIZES | QUICK)[name]
     before = peak_bytes(device) if device.type == "cpu" else 0  # the interpreter and its libraries
     narrow, wide, optimizer = prepared(width, layers, device)
     clear_memory()
@@ -103,7 +104,7 @@ def measure(name: str, device: torch.device, noise: float | None, consume: bool)
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    sizes = ["tiny"] if options.quick else choices("--sizes", options.sizes, SIZES)
+    sizes = [name for name in (QUICK if options.quick else SIZES) if options.only in name]
     if options.device.type == "cuda":
         measure(sizes[0], options.device, 0.1, True)  # warm up kernels and the allocator
     for name in sizes:
@@ -111,4 +112,4 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             yield measured(name, options.device, noise, consume)
 
 
-OPTIONS = {"--sizes": {"default": "125M,630M,2.3B", "help": "a comma-separated part of 125M,630M,2.3B"}}
+OPTIONS = ONLY

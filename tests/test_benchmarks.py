@@ -71,7 +71,7 @@ def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_a_growth_in_both_directions_is_timed(tmp_path: Path) -> None:
-    main(["pause", "--quick", "--device", "cpu", "--ways", "ahead", "--out", str(tmp_path / "rows.json")])
+    main(["pause", "--quick", "--device", "cpu", "--only", "ahead", "--out", str(tmp_path / "rows.json")])
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert (row["compiled"], row["ahead s"]) == ("ahead", "")
     assert 0 < row["growth s"] < row["pause s"] < row["total s"], "it includes a checkpoint and a step"
@@ -99,7 +99,7 @@ def test_a_rank_grows_within_its_shard_and_half_a_tensor(tmp_path: Path, pytestc
     """It takes 0.31 of the largest tensor; wide tensors made whole take 0.81, narrow weights that stay alive 1.32."""
     rows = tmp_path / "rows.json"
     processes = "2,4" if pytestconfig.getoption("--all") else "2"
-    command = ["-m", "benchmarks", "swap_memory", "--processes", processes, "--width", "512", "--noise", "none"]
+    command = ["-m", "benchmarks", "swap_memory", "--processes", processes, "--width", "512", "--only", "none"]
     run = run_program(*command, "--out", rows, cwd=ROOT)
     for row in json.loads(rows.read_text())["rows"]:
         assert row["shard"] > 4 * row["whole"], "the tensor must not hide what else is held"
