@@ -171,10 +171,12 @@ def checkpoints_of_run(
             continue
         run = run_in(checkpoint)
         if None in (identity, run.get("id")):
-            is_of_run = _is_in(folder, path) or run.get("folder") == str(folder.resolve())
+            is_inside = folder.resolve() in path.resolve().parents
+            is_of_run = is_inside or run.get("folder") == str(folder.resolve())
         else:
             is_of_run = run["id"] == identity
-        if is_of_run and "optimizer_states" in {*checkpoint, *sharded(path)}:
+        # a sharded one keeps them outside of meta.pt
+        if is_of_run and ("optimizer_states" in checkpoint or (path / METADATA).is_file()):
             rank = _counts(path, checkpoint), checkpoint["global_step"], _is_for_resuming(path), path.stat().st_mtime
             found.append((rank, path, checkpoint))
     return [(path, checkpoint) for _, path, checkpoint in sorted(found, key=lambda entry: entry[0], reverse=True)]
@@ -217,11 +219,6 @@ def checked(path: Path) -> dict[str, Any]:
     if problem is not None:
         raise UserError(f"{path} is damaged ({problem}); nothing of it was loaded")
     return data_in(path / META if path.is_dir() else path, mapped=True)
-
-
-def sharded(path: Path) -> set[str]:
-    """The keys that a sharded checkpoint keeps outside of meta.pt."""
-    return {"optimizer_states"} if (path / METADATA).is_file() else set()
 
 
 def damage_at(path: Path) -> str | None:
@@ -281,10 +278,6 @@ def _is_for_resuming(path: Path) -> bool:
     from mupscale.models.checkpoint import RESUME
 
     return path.name.startswith("step=") and path.parent.name.partition("-")[0] == RESUME
-
-
-def _is_in(folder: Path, path: Path) -> bool:
-    return folder.resolve() in path.resolve().parents
 
 
 def dirpath_of(folder: Path) -> Path | None:

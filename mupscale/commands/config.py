@@ -35,20 +35,20 @@ MOST_DIFFERENCES = 4
 def at(config: Config, point: Point) -> Config:
     answer = deepcopy(config)
     for key, value in point.items():
-        for node, last in places(answer, key):
-            node[last] = value
+        for node, parts in places(answer, key):
+            put(node, parts, value)
     return answer
 
 
-def places(config: Config, key: str) -> list[tuple[Config, str]]:
-    """The dictionaries that hold the value of a key, each with the value's name in it.
+def places(config: Config, key: str) -> list[tuple[Config, list[str]]]:
+    """The dictionaries that hold the value of a key at some depth, each with the keys that lead to it.
 
     A key starts at the top of the configuration (`model.optimizer.lr`; `init_args` may be left out), or with the class
     of a callback in `trainer.callbacks` (`UpscaleCallback.noise.std`), and then means every callback of that class.
     """
     first, rest = callback_key(key)
     if first in config:
-        return [_descend(config, key.split("."), key)]
+        return [(config, whole_key(config, key.split("."), key))]
     found = callbacks_of(config, first)
     if not found or not rest or rest[0] == "class_path":
         classes = sorted({class_name(callback) for callback in config["trainer"]["callbacks"] or []})
@@ -56,7 +56,7 @@ def places(config: Config, key: str) -> list[tuple[Config, str]]:
             f"{key}: there is no {first!r}; a key starts with one of {', '.join(config)}, "
             f"or with a class in trainer.callbacks: {', '.join(classes) or 'there is none'}"
         )
-    return [_descend(callback, rest, key) for callback in found]
+    return [(callback, whole_key(callback, rest, key)) for callback in found]
 
 
 def callback_key(key: str) -> tuple[str, list[str]]:
@@ -73,21 +73,31 @@ def class_name(described: Config) -> str:
     return str(described["class_path"]).rpartition(".")[2]
 
 
-def _descend(node: Any, parts: list[str], key: str) -> tuple[Config, str]:
+def whole_key(node: Any, parts: list[str], key: str) -> list[str]:
+    """The parts of a key in a dictionary, with every `init_args`. Raises a UserError if they lead nowhere."""
+    answer = []
     for index, part in enumerate(parts):
         if isinstance(node, dict) and "class_path" in node and part not in ("class_path", "init_args"):
-            node = node.setdefault("init_args", {})
+            answer.append("init_args")
+            node = node.get("init_args", {})
         if not isinstance(node, dict):
             reached = key.removesuffix("." + ".".join(parts[index:]))
             raise UserError(
                 f"{key}: {reached} is {node!r} in the configuration, which has no {part!r}; give it a value there first"
             )
-        if index == len(parts) - 1:
-            return node, part
-        if part not in node:
-            raise UserError(f"{key}: there is no {part!r}; there are {', '.join(node)}")
-        node = node[part]
-    raise AssertionError(key)
+        answer.append(part)
+        if index < len(parts) - 1:
+            if part not in node:
+                raise UserError(f"{key}: there is no {part!r}; there are {', '.join(node)}")
+            node = node[part]
+    return answer
+
+
+def put(node: Config, parts: list[str], value: Any) -> None:
+    """Sets a value at some depth of a dictionary, and makes those on the way that are missing."""
+    for part in parts[:-1]:
+        node = node.setdefault(part, {})
+    node[parts[-1]] = value
 
 
 # --- command lines
@@ -151,16 +161,13 @@ def brief(value: Any) -> str:
 
 def labels(keys: Sequence[str]) -> dict[str, str]:
     """The shortest end of each key that no other key has: `lr`, `noise.std`."""
-    return {key: _label(key, [other for other in keys if other != key]) for key in keys}
-
-
-def _label(key: str, others: list[str]) -> str:
-    parts = key.split(".")
-    for count in range(1, len(parts) + 1):
-        end = ".".join(parts[-count:])
-        if not any(f".{other}".endswith(f".{end}") for other in others):
-            return end
-    return key
+    answer = {}
+    for key in keys:
+        parts = key.split(".")
+        ends = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+        others = [f".{other}" for other in keys if other != key]
+        answer[key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
+    return answer
 
 
 @contextmanager

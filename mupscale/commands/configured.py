@@ -16,12 +16,7 @@ from mupscale.commands.cli import parsed, refuse_optimizer
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models._lightning import optimizers_of, schedulers_of
-from mupscale.models.base import (
-    Growable,
-    doubled,
-    has_own_optimizers,
-    refuse_bad_hyperparameters,
-)
+from mupscale.models.base import Growable, doubled, has_own_optimizers, refuse_bad_hyperparameters
 from mupscale.models.checkpoint import Size
 from mupscale.widening.layers import Depth
 from mupscale.widening.plan_text import Plan

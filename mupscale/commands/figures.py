@@ -1,7 +1,7 @@
 """Figures: heatmaps, scatter plots, profiles, lines and rows of dots. Each is written as PNG and PDF."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import fmean
@@ -82,16 +82,16 @@ def heatmap(
     path: Path,
     x: Sequence[Any],
     y: Sequence[Any],
-    value: Callable[[Any, Any], float | None],
+    values: Mapping[tuple[Any, Any], float],
     x_label: str,
     y_label: str,
     label: str,
 ) -> list[Path]:
-    """Draws values over a grid: the smallest starred, infinite ones (diverged) blank, missing ones (None) hatched."""
+    """Draws values over a grid: the smallest starred, infinite ones (diverged) blank, missing ones hatched."""
     from matplotlib.patches import Rectangle
 
     drawn, (ax,) = panels(1.6 + 0.75 * max(4, len(x)), 1.4 + 0.55 * max(4, len(y)))
-    cells = {(column, row): value(a, b) for column, a in enumerate(x) for row, b in enumerate(y)}
+    cells = {(column, row): values.get((a, b)) for column, a in enumerate(x) for row, b in enumerate(y)}
     finite = {cell: number for cell, number in cells.items() if number is not None and math.isfinite(number)}
     rows = [[finite.get((column, row), math.nan) for column in range(len(x))] for row in range(len(y))]
     scale = loss_norm(list(finite.values()))

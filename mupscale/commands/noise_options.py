@@ -56,24 +56,19 @@ def method_of(options: argparse.Namespace) -> GrowthMethod:
 
 def noise_of(options: argparse.Namespace, inputs: dict[str, Path]) -> Noise | None:
     """The noise that the options mean. Refuses a --save-noise that would overwrite --out, or one of the inputs."""
-    noise = _noise(options)
+    noise: Noise | None = None
+    if options.noise == "auto":
+        noise = SignalNoise(AUTO, centred=True)
+    elif options.noise is not None:
+        noise = AdditiveNoise(options.noise, centred=options.centred)
+    elif options.signal_noise is not None:
+        noise = SignalNoise(options.signal_noise, centred=options.centred)
+    elif options.recorded_noise is not None:
+        noise = RecordedNoise(options.recorded_noise, centred=options.centred or None)
+    elif options.centred:
+        raise UserError("--centred: there is no noise to centre. Give --noise, --signal-noise or --recorded-noise too")
     if options.save_noise is not None:
         if noise is None:
             raise UserError("--save-noise: there is no noise to save; give --noise STD or --signal-noise T")
         refuse_output("--save-noise", options.save_noise, inputs | {"--out": options.out})
     return noise
-
-
-def _noise(options: argparse.Namespace) -> Noise | None:
-    centred = options.centred
-    if options.noise == "auto":
-        return SignalNoise(AUTO, centred=True)
-    if options.noise is not None:
-        return AdditiveNoise(options.noise, centred=centred)
-    if options.signal_noise is not None:
-        return SignalNoise(options.signal_noise, centred=centred)
-    if options.recorded_noise is not None:
-        return RecordedNoise(options.recorded_noise, centred=centred or None)
-    if centred:
-        raise UserError("--centred: there is no noise to centre. Give --noise, --signal-noise or --recorded-noise too")
-    return None

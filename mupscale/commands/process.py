@@ -20,10 +20,10 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, Protocol, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from mupscale.errors import UserError
-from mupscale.text_tables import Paint, Style, folded
+from mupscale.text_tables import Style, folded
 
 # --- options
 
@@ -252,12 +252,6 @@ CODES: dict[Style, str] = {"heading": "1", "good": "32", "bad": "31"}
 """Of the terminal: bold, green, red."""
 
 
-class Described(Protocol):
-    """What has a text for a terminal of a width."""
-
-    def text(self, columns: int | None, paint: Paint) -> str: ...
-
-
 def is_terminal() -> bool:
     return sys.stdout.isatty()
 
@@ -274,8 +268,11 @@ def paint(text: str, style: Style) -> str:
     return f"\x1b[{CODES[style]}m{text}\x1b[0m"
 
 
-def show(answer: Described | str) -> None:
-    """Prints an answer so that it fits the terminal; for a pipe or a file, all of it as it is."""
+def show(answer: Any) -> None:
+    """Prints a text, or what makes one by `text(columns, paint)`, so that it fits the terminal.
+
+    For a pipe or a file, all of it as it is.
+    """
     if isinstance(answer, str):
         text = "\n".join(folded(answer.splitlines(), columns()))
     else:

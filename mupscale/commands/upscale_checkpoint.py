@@ -25,13 +25,7 @@ from mupscale.checks.agreement import Agreement
 from mupscale.commands.configured import configured, first_batches
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
 from mupscale.commands.process import ArgumentParser, refuse_new_folder, refuse_output, show
-from mupscale.commands.saved_model import (
-    grow_optimizers,
-    load_weights,
-    module_of,
-    saved_optimizer,
-    set_size_,
-)
+from mupscale.commands.saved_model import grow_optimizers, load_weights, module_of, saved_optimizer, set_size_
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
@@ -396,15 +390,11 @@ def _networks_of_shards(checkpoint: ShardedCheckpoint, module: Growable, size: S
         if name.startswith("net.") and found.get(name) != wanted.get(name):
             raise UserError(
                 f"{checkpoint.folder} is of another model than its arguments make, a {type(module).__name__} of "
-                f"{module.size}: {name} is {_shown(found.get(name))} in its shards and {_shown(wanted.get(name))} in "
-                "the model"
+                f"{module.size}: {name} is {found.get(name, 'missing')} in its shards and "
+                f"{wanted.get(name, 'missing')} in the model"
             )
     restore_mixed_widths(narrow, checkpoint.rest[CHECKPOINT_KEY].get("mixed_widths", {}))
     return narrow, wide
-
-
-def _shown(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(shape)
 
 
 def _duplicated(source: Tensor, entry: Growth, scale: float = 1.0) -> Tensor:

@@ -191,7 +191,7 @@ def test_only_divergence_stops_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_diverged_trials_end_early_and_are_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(
-        figures, "heatmap", lambda path, x, y, value, *_: drawn.append([[value(a, b) for a in x] for b in y]) or []
+        figures, "heatmap", lambda path, x, y, values, *_: drawn.append([[values[a, b] for a in x] for b in y]) or []
     )
     config = small(tmp_path / "c.yaml", upscale(2, 16), max_steps=60)
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.01,1e6", "--sweep", f"{NOISE}=0,0.1", "--out", "s"])

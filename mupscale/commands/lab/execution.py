@@ -131,11 +131,6 @@ def visible_gpus() -> list[str]:
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
-def is_begun(out: Path) -> bool:
-    """Whether a sweep or an experiment has begun in a folder, which is not that of a run."""
-    return any(out.glob("part-*-of-*")) or ((out / LOCK).exists() and not (out / "config.yaml").exists())
-
-
 def refuse_folder(out: Path, what: str, settings: dict[str, Any]) -> None:
     """Raises a UserError if a folder holds another sweep or experiment, by its WHAT.json, or something else."""
     path = out / f"{what}.json"
@@ -144,5 +139,8 @@ def refuse_folder(out: Path, what: str, settings: dict[str, Any]) -> None:
     if path.exists():
         there = read_json(path)
         refuse_difference({key: there.get(key) for key in settings}, settings, f"--out {out} holds another {what}")
-    elif out.is_dir() and any(out.iterdir()) and not is_begun(out):
-        raise UserError(f"--out {out} is not empty and has no {what}; name a new folder")
+    elif out.is_dir() and any(out.iterdir()):
+        # one that has begun; a run has a lock, too
+        is_begun = any(out.glob("part-*-of-*")) or ((out / LOCK).exists() and not (out / "config.yaml").exists())
+        if not is_begun:
+            raise UserError(f"--out {out} is not empty and has no {what}; name a new folder")

@@ -47,6 +47,9 @@ TIMING_STEPS = 300
 
 SHARE = re.compile(r"(\d+(?:\.\d+)?)%( of the budget)?")
 
+BASE = Path("base.ckpt")
+"""In the place of a checkpoint that is not made yet."""
+
 METHOD = "UpscaleCallback.method"
 """The key of a growth method, as an axis of a sweep."""
 
@@ -369,13 +372,14 @@ def check(description: Description) -> None:
     if description.protocol == "midrun":
         check_midrun(description)
         return
-    if description.methods:
-        grown, cli = checked_methods(description)
-    else:
+    for method in description.methods or [""]:
         for growth in description.growths:
-            grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
-            with refusals(f"widths {growth}"):
+            with refusals(f"methods.{method}" if method else f"widths {growth}"):
+                grown, cli = description.made(description.grown(growth, BASE, method), description.upscaled)
                 refuse_growths(cli.model, cli.trainer)
+        (swap,) = callbacks_of(grown, "UpscaleCallback")
+        if method and class_name(swap["init_args"]["method"]) != class_name(description.methods[method]):
+            raise UserError(f"upscaled: it sets {METHOD}, which the key methods sets; leave one of the two out")
     with refusals("config"):
         refuse_optimizers(cli.model, cli.trainer)
     signal_swap(grown)
@@ -384,19 +388,6 @@ def check(description: Description) -> None:
             refuse_invalid(grown, axes, f"sweeps.{name}:")
         else:
             refuse_invalid(description.common if name == "sweep_1" else grown, axes, f"{name}:")
-
-
-def checked_methods(description: Description) -> tuple[Config, CLI]:
-    """The configuration of an upscaled run, and its model. UserError names a growth method that it could not have."""
-    for name, method in description.methods.items():
-        with refusals(f"methods.{name}"):
-            for growth in description.growths:
-                grown, cli = description.made(description.grown(growth, Path("base.ckpt"), name), description.upscaled)
-                refuse_growths(cli.model, cli.trainer)
-        (swap,) = callbacks_of(grown, "UpscaleCallback")
-        if class_name(swap["init_args"]["method"]) != class_name(method):
-            raise UserError(f"upscaled: it sets {METHOD}, which the key methods sets; leave one of the two out")
-    return grown, cli
 
 
 def check_midrun(description: Description) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mupscale.commands.checkpoints import LOCK
 from mupscale.commands.process import Terminated, interruptions, raise_for
-from mupscale.errors import UserError
+from mupscale.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from mupscale.commands.lab.driver import Ending, Job
@@ -79,7 +79,7 @@ def connect(address: str) -> None:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise UserError(
-            f"--ray {address}: {' '.join(str(error).split()).rstrip('.')}. Start the command on a node of the cluster, "
+            f"--ray {address}: {one_line(error).rstrip('.')}. Start the command on a node of the cluster, "
             "with its versions; `ray start` makes this machine a node"
         ) from error
 

@@ -96,8 +96,13 @@ class Run:
         start = time.monotonic()
         result = self.result_of_others()
         if result is None:
-            with progress(self.name), open_run(self) as cli:
-                cli.run()
+            clock = Progress()
+            TrialMetric.progress = lambda step, steps, loss: clock.print(self.name, step, steps, f"loss {loss:.4g}")
+            try:
+                with open_run(self) as cli:
+                    cli.run()
+            finally:
+                TrialMetric.progress = None
             result = record_run(self, cli, time.monotonic() - start)
         free_memory()
         return result
@@ -282,17 +287,6 @@ def explained(name: str, folder: Path) -> Iterator[None]:
     except Exception:
         print(f"{name} failed; its log is in {folder}", file=sys.stderr)
         raise
-
-
-@contextmanager
-def progress(name: str) -> Iterator[None]:
-    """Prints how far a run is, at most once a minute, to the standard output at this moment."""
-    clock = Progress()
-    TrialMetric.progress = lambda step, steps, loss: clock.print(name, step, steps, f"loss {loss:.4g}")
-    try:
-        yield
-    finally:
-        TrialMetric.progress = None
 
 
 class Progress:

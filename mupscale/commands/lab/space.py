@@ -253,15 +253,6 @@ def for_trials(config: Config) -> Config:
     return answer
 
 
-def refuse_config(config: Config, growing: bool) -> None:
-    """Raises a UserError if `fit` would refuse a configuration; with `growing`, if it would refuse its growth."""
-    with temporary_file(config) as file:
-        cli = parsed(["--config", file])
-    refuse_optimizer(cli.model, cli.trainer)
-    if growing:
-        refuse_growths(cli.model, cli.trainer)
-
-
 def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
     """UserError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values.
 
@@ -279,7 +270,11 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
         except UserError as error:
             raise UserError(f"{where} {error}") from error
         try:
-            refuse_config(changed, growing)
+            with temporary_file(changed) as file:
+                cli = parsed(["--config", file])
+            refuse_optimizer(cli.model, cli.trainer)
+            if growing:
+                refuse_growths(cli.model, cli.trainer)
         except UserError as error:
             raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
 

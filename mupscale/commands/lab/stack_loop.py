@@ -352,7 +352,7 @@ class StackLoop:
                 self._steps = StackedSteps(fits)
             except UserError as error:
                 raise Apart(str(error)) from error
-        self._steps.read_again()
+        self._steps.is_unread = True  # hooks may have changed them since the last step
         return self._steps
 
     def _end(self) -> None:
@@ -404,7 +404,8 @@ class StackedSteps:
         self._seeds = torch.tensor([each.seed for each in fits], device=module.device)
         self._device = trainer.strategy.root_device
         self._context = trainer.precision_plugin.train_step_context
-        self._is_unread = True
+        self.is_unread = True
+        """Whether the numbers of the optimizers are to be read before the next step."""
         self._captured: CapturedStack | None = None
         self._evaluations: dict[str, Captured] = {}
         self._kind: Any = None
@@ -414,10 +415,6 @@ class StackedSteps:
         if fits != self.fits or any(each.module.net is not net for each, net in zip(fits, self._networks, strict=True)):
             return False
         return modes_of(fits) == self._modes
-
-    def read_again(self) -> None:
-        """Reads the numbers of the optimizers before the next step: hooks may have changed them since."""
-        self._is_unread = True
 
     # --- a step with all hooks
 
@@ -467,9 +464,9 @@ class StackedSteps:
         loaders = [each.loader for each in self.fits]
         shared = all(loader.order == loaders[0].order for loader in loaders)
         scheduled = bool(trainers[0].lr_scheduler_configs)
-        if self._is_unread:
+        if self.is_unread:
             self._stack.optimizer.read_numbers()
-            self._is_unread = False
+            self.is_unread = False
         losses, batch = [], None
         for index in range(count):
             where = place.epoch, place.position + index

@@ -23,7 +23,19 @@ import yaml
 from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
-from mupscale.commands.config import Config, Point, at, brief, callback_key, callbacks_of, class_name, labels, read_json
+from mupscale.commands.config import (
+    Config,
+    Point,
+    at,
+    brief,
+    callback_key,
+    callbacks_of,
+    class_name,
+    labels,
+    put,
+    read_json,
+    whole_key,
+)
 from mupscale.commands.event_files import read_log
 from mupscale.commands.lab.execution import refuse_folder
 from mupscale.commands.lab.run import Part, Result, Run, Trial, drop_checkpoints, ending_of, result_of, with_run
@@ -294,7 +306,7 @@ def tuned_values(config: Config, point: Point, noise: Path) -> Config:
     arguments: dict[str, list[Config]] = {}
     for key, value in point.items():
         if key.partition(".")[0] in config:
-            lay(tuned, config, key.split("."), value)
+            put(tuned, whole_key(config, key.split("."), key), value)
         else:
             name, (argument, *_) = callback_key(key)
             callbacks = callbacks_of(config, name)
@@ -316,18 +328,6 @@ def tuned_values(config: Config, point: Point, noise: Path) -> Config:
             name: given[0] if all(own == given[0] for own in given) else given for name, given in arguments.items()
         }
     return tuned
-
-
-def lay(tuned: Config, config: Config, parts: list[str], value: Any) -> None:
-    """Sets a value in `tuned` where it is in `config`, without the classes on the way: they stay the target's."""
-    node: Any = config
-    for index, part in enumerate(parts):
-        if "class_path" in node and part not in ("class_path", "init_args"):
-            tuned, node = tuned.setdefault("init_args", {}), node["init_args"]
-        if index == len(parts) - 1:
-            tuned[part] = value
-        else:
-            tuned, node = tuned.setdefault(part, {}), node[part]
 
 
 def without_nulls(value: Any) -> Any:
@@ -369,20 +369,14 @@ def draw_sweep(out: Path, settings: Settings, outcomes: list[Outcome], best: Out
         x, y = axes if len(axes) == 2 else most_influential(axes, outcomes)
         label = f"{label} (best over {len(axes) - 2} more)" if len(axes) > 2 else label
         points = [(level(outcome.point[x.key]), level(outcome.point[y.key]), outcome.value) for outcome in outcomes]
-        paths = draw_plane(out, x, y, points, label)
+        if x.bounds or y.bounds:
+            paths = figures.scatter(out / "scatter", points, x.key, y.key, label)
+        else:
+            points.sort(key=lambda point: point[2], reverse=True)  # of trials that differ in other axes, the best stays
+            lowest = {(a, b): value for a, b, value in points}
+            paths = figures.heatmap(out / "heatmap", in_order(x), in_order(y), lowest, x.key, y.key, label)
     colour = next((axis for axis in axes if "noise" in axis.key), axes[-1])
     return [*paths, *draw_curves(out / "curves", settings, outcomes, best, colour)]
-
-
-def draw_plane(out: Path, x: Axis, y: Axis, points: list[tuple[Any, Any, float]], label: str) -> list[Path]:
-    """Draws the metric over two axes; of trials that differ in the other axes, the best."""
-    if x.bounds or y.bounds:
-        return figures.scatter(out / "scatter", points, x.key, y.key, label)
-
-    def best_at(a: Any, b: Any) -> float | None:
-        return min((value for *place, value in points if place == [a, b]), default=None)
-
-    return figures.heatmap(out / "heatmap", in_order(x), in_order(y), best_at, x.key, y.key, label)
 
 
 def draw_curves(path: Path, settings: Settings, outcomes: list[Outcome], best: Outcome, axis: Axis) -> list[Path]:

@@ -85,7 +85,11 @@ class Workers:
         busy = [index for index, worker in self._workers.items() if worker.job is not None]
         free = next(index for index in range(self.slots) if index not in busy)
         if free not in self._workers:
-            self._workers[free] = Worker(worker_environment(free, self.slots, self._gpus))
+            threads = max(1, (os.cpu_count() or 1) // self.slots)
+            environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+            if self._gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = self._gpus[free % len(self._gpus)]
+            self._workers[free] = Worker(environment)
         self._workers[free].submit(job)
 
     def wait(self) -> list[Ending]:
@@ -121,14 +125,6 @@ def workers(slots: int, gpus: list[str]) -> Iterator[Workers]:
             yield answer
         finally:
             answer.stop()
-
-
-def worker_environment(index: int, slots: int, gpus: list[str]) -> dict[str, str]:
-    threads = max(1, (os.cpu_count() or 1) // slots)
-    answer = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    if gpus:
-        answer["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
-    return answer
 
 
 # --- in a worker
