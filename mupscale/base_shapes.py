@@ -17,7 +17,7 @@ from mupscale.sharding import gathered
 from mupscale.widening import modules, table
 from mupscale.widening.hints import Hints, Pairing, Use, all_sides, match_hints, scale_of_sides
 from mupscale.widening.layers import BRANCH_MULTIPLIER, spread, stand_in
-from mupscale.widening.optimizers import Sized, rule_of
+from mupscale.widening.optimizers import Sized, groups_by_id, held_parameters, rule_of
 from mupscale.widening.state import SOURCE_GROUP, begin_state_, refuse_bad_levels, split_groups
 from mupscale.widening.stepping import Record, Records, names_by_id, records_of, store_records
 from mupscale.widening.table import Side
@@ -188,15 +188,13 @@ def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer
         )
     names = names_by_id(model)
     widths: dict[int, Record] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
-                raise UserError(
-                    f"apply_mup: the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "
-                    "model"
-                )
-            widths[id(parameter)] = known.get(name, Record())
+    for _, parameter in held_parameters(optimizer):
+        name = names.get(id(parameter))
+        if name is None:
+            raise UserError(
+                f"apply_mup: the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model"
+            )
+        widths[id(parameter)] = known.get(name, Record())
     return _scaled_from_base(optimizer, lambda parameter: widths[id(parameter)])
 
 
@@ -250,8 +248,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: Optimizer | No
     refuse_unless_model("clip_grad_norm_: model", model)
     refuse_unless_level("clip_grad_norm_: max_norm", max_norm)
     widths = records_of(model)
-    groups = optimizer.param_groups if optimizer is not None else ({"params": list(model.parameters())},)
-    wanted = {id(parameter) for group in groups for parameter in group["params"]}
+    wanted = names_by_id(model) if optimizer is None else groups_by_id(optimizer)
     clipped, values, factors = [], [], []
     for name, parameter in model.named_parameters():
         gradient = parameter.grad

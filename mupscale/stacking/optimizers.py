@@ -5,7 +5,7 @@ are tensors with one entry per model. The arithmetic is that of torch's optimize
 model is in the `state` of its optimizer, as usual.
 
 A step has two parts. `factors` computes all numbers that a step needs, for all parameters at once, from small tensors
-in float64. `sgd_update` and `adam_update` read and write the weights, in as few passes over memory as possible.
+in float64. `update` reads and writes the weights, in as few passes over memory as possible.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,11 @@ from torch.optim import Optimizer
 from mupscale.errors import UserError
 from mupscale.stacking.around import Around, along, around, moved_around
 from mupscale.stacking.compiled import Compiled
-from mupscale.widening.optimizers import rule_of
+from mupscale.widening.optimizers import groups_by_id, rule_of
 from mupscale.widening.stepping import Record, step_records, update_factor
+
+Numbers = dict[str, Any]
+"""Tensors, or flags, by name."""
 
 _NEW = "new copies "
 """How the names of the factors of new copies begin, one for each birth."""
@@ -161,9 +164,7 @@ class StackedOptimizer:
         raise NotImplementedError
 
     @staticmethod
-    def update(
-        weight: Tensor, gradient: Tensor, state: dict[str, Any], factors: dict[str, Any], flags: dict[str, Any]
-    ) -> None:
+    def update(weight: Tensor, gradient: Tensor, state: Numbers, factors: Numbers, flags: Numbers) -> None:
         """Moves one stacked weight; each of the factors multiplies a tensor of its shape."""
         raise NotImplementedError
 
@@ -263,31 +264,15 @@ class StackedSGD(StackedOptimizer):
         return {"rate": values["lr"], "taken": taken, **{key: values[key] for key in ("weight_decay", "momentum")}}
 
     @staticmethod
-    def update(
-        weight: Tensor, gradient: Tensor, state: dict[str, Any], factors: dict[str, Any], flags: dict[str, Any]
-    ) -> None:
-        sgd_update(weight, gradient, state.get("momentum_buffer"), **factors, **flags)
-
-
-def sgd_update(
-    weight: Tensor,
-    gradient: Tensor,
-    momentum_buffer: Tensor | None,
-    *,
-    rate: Tensor,
-    weight_decay: Tensor,
-    momentum: Tensor,
-    taken: Tensor,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
-    """The step of `torch.optim.SGD`, in place; `taken` is 1 - dampening."""
-    gradient = -gradient if maximize else gradient
-    gradient = torch.addcmul(gradient, weight, weight_decay)
-    if momentum_buffer is not None:
-        momentum_buffer.mul_(momentum).addcmul_(gradient, taken)
-        gradient = gradient.addcmul_(momentum_buffer, momentum) if nesterov else momentum_buffer
-    weight.addcmul_(gradient, -rate)
+    def update(weight: Tensor, gradient: Tensor, state: Numbers, factors: Numbers, flags: Numbers) -> None:
+        """The step of `torch.optim.SGD`, in place; `taken` is 1 - dampening."""
+        gradient = -gradient if flags["maximize"] else gradient
+        gradient = torch.addcmul(gradient, weight, factors["weight_decay"])
+        if "momentum_buffer" in state:
+            momentum_buffer, momentum = state["momentum_buffer"], factors["momentum"]
+            momentum_buffer.mul_(momentum).addcmul_(gradient, factors["taken"])
+            gradient = gradient.addcmul_(momentum_buffer, momentum) if flags["nesterov"] else momentum_buffer
+        weight.addcmul_(gradient, -factors["rate"])
 
 
 class StackedAdam(StackedOptimizer):
@@ -317,43 +302,20 @@ class StackedAdam(StackedOptimizer):
         }
 
     @staticmethod
-    def update(
-        weight: Tensor, gradient: Tensor, state: dict[str, Any], factors: dict[str, Any], flags: dict[str, Any]
-    ) -> None:
-        adam_update(weight, gradient, **state, **factors, **flags)
-
-
-def adam_update(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None = None,
-    *,
-    decay: Tensor,
-    new1: Tensor,
-    beta2: Tensor,
-    new2: Tensor,
-    root: Tensor,
-    size: Tensor,
-    eps: Tensor,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled_weight_decay: bool,
-) -> None:
-    """The step of `torch.optim.Adam`, in place; `StackedAdam.factors` computes the numbers."""
-    gradient = -gradient if maximize else gradient
-    if decoupled_weight_decay:
-        weight.mul_(decay)
-    else:
-        gradient = torch.addcmul(gradient, weight, decay)
-    exp_avg.lerp_(gradient, new1)
-    exp_avg_sq.mul_(beta2).addcmul_(gradient * new2, gradient)
-    second = exp_avg_sq
-    if amsgrad:
-        assert max_exp_avg_sq is not None
-        second = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
-    weight.addcmul_(exp_avg / second.sqrt().div_(root).add_(eps), -size)
+    def update(weight: Tensor, gradient: Tensor, state: Numbers, factors: Numbers, flags: Numbers) -> None:
+        """The step of `torch.optim.Adam`, in place; `factors` computes the numbers."""
+        gradient = -gradient if flags["maximize"] else gradient
+        if flags["decoupled_weight_decay"]:
+            weight.mul_(factors["decay"])
+        else:
+            gradient = torch.addcmul(gradient, weight, factors["decay"])
+        state["exp_avg"].lerp_(gradient, factors["new1"])
+        second = state["exp_avg_sq"]
+        second.mul_(factors["beta2"]).addcmul_(gradient * factors["new2"], gradient)
+        if flags["amsgrad"]:
+            second = state["max_exp_avg_sq"].copy_(torch.maximum(state["max_exp_avg_sq"], second))
+        divisor = second.sqrt().div_(factors["root"]).add_(factors["eps"])
+        weight.addcmul_(state["exp_avg"] / divisor, -factors["size"])
 
 
 def _update_all(
@@ -404,8 +366,7 @@ def stacked_optimizer(
 
 
 def _places(model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor]) -> dict[str, Place]:
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    records = step_records(optimizer)
+    groups, records = groups_by_id(optimizer), step_records(optimizer)
     places = {}
     for name, parameter in model.named_parameters():
         if name in weights:

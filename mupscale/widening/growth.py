@@ -197,8 +197,7 @@ def duplicate_(
         if isinstance(factor, Tensor):
             row, scale = scale * (factor[rows] if of_rows else factor), 1.0
             wider = torch.promote_types(dtype, torch.float32)  # in half precision the factor would be rounded
-            along = [-1 if other == axis else 1 for other in range(len(layouts))]
-            source = source.to(wider) * row.to(source.device, wider).view(along)
+            source = source.to(wider) * along(row.to(source.device, wider), axis, len(layouts))
     if scale != 1.0:
         source = source.to(dtype) * scale
     # each axis of n entries is three, (n / block, factor, block), so that one strided copy does all the repeating
@@ -211,6 +210,11 @@ def duplicate(source: Tensor, layouts: Sequence[Layout]) -> Tensor:
     target = source.new_empty([wide_length(layout) for layout in layouts])
     duplicate_(target, source, layouts)
     return target
+
+
+def along(values: Tensor, axis: int, ndim: int) -> Tensor:
+    """A value for each entry of an axis, in a shape that multiplies a tensor of so many axes."""
+    return values.view([-1 if other == axis else 1 for other in range(ndim)])
 
 
 def source_index(layout: Layout) -> Tensor:
@@ -270,7 +274,7 @@ def _centre_by_index_(tensor: Tensor, layouts: Sequence[Layout], axes: Collectio
     for axis in axes:
         layout = layouts[axis]
         index, copy = source_index(layout).to(tensor.device), copy_index(layout).to(tensor.device)
-        copies = copies_of_entries(layout).to(count).view([-1 if i == axis else 1 for i in range(tensor.ndim)])
+        copies = along(copies_of_entries(layout).to(count), axis, tensor.ndim)
         sums = mean.new_zeros([narrow_length(layout) if i == axis else n for i, n in enumerate(mean.shape)])
         for number in range(int(copy.max()) + 1):  # one copy after another, so that the order of the sum is the same
             places = (copy == number).nonzero().flatten()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from mupscale._torch import parts_of, with_parts
 from mupscale.errors import UserError, shown
+from mupscale.widening.optimizers import groups_by_id
 from mupscale.widening.stepping import Record, Records, group_records, names_by_id, records_of, write_records
 
 How = Literal["identity", "interleave", "stack", "random"]
@@ -373,6 +374,6 @@ def standing_in(
             twin_group["param_names"] = [name for name, _, _ in found]
         write_records(twin_group, [record for _, _, record in found])
         made.param_groups.append(twin_group)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = groups_by_id(optimizer)
     made.state.update({p: state for p, state in optimizer.state.items() if id(p) not in held})
     return twin, made

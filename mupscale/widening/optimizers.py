@@ -1,7 +1,7 @@
 """The registry of optimizers that Table 1 holds for: the degree m of each, and what its state holds."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -195,6 +195,16 @@ def _not_registered(class_path: str) -> UserError:
         f"optimizer {class_path} is not registered. Say how it scales: "
         f"mupscale.register_optimizer({name}, degree=0 or 1, state={{'<name>': <power of the gradient>}})"
     )
+
+
+def held_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Group, Any]]:
+    """Every parameter of an optimizer, with its group."""
+    return ((group, parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def groups_by_id(optimizer: torch.optim.Optimizer) -> dict[int, Group]:
+    """The group of every parameter, by its identity."""
+    return {id(parameter): group for group, parameter in held_parameters(optimizer)}
 
 
 def is_number(value: Any) -> bool:

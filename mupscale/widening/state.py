@@ -16,7 +16,16 @@ from mupscale.sharding import gathered, own_part, whole
 from mupscale.widening import table
 from mupscale.widening.growth import Growth, duplicate_
 from mupscale.widening.layers import standing_in
-from mupscale.widening.optimizers import Group, OptimizerRule, Scaling, Sized, is_number, rule_of
+from mupscale.widening.optimizers import (
+    Group,
+    OptimizerRule,
+    Scaling,
+    Sized,
+    groups_by_id,
+    held_parameters,
+    is_number,
+    rule_of,
+)
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import (
     RECORD,
@@ -113,11 +122,10 @@ def _scaled_group(group: Group, scaling: Scaling) -> Group:
 
 def begin_state_(optimizer: Optimizer) -> None:
     """Gives an Adagrad that has made no step the initial value of each group, in place of one for all."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get(INITIAL_VALUE) else ():
-            state, value = optimizer.state[parameter], group[INITIAL_VALUE]
-            if "sum" in state and float(state["step"]) == 0:
-                state["sum"] = torch.full_like(parameter, complex(value, value) if parameter.is_complex() else value)
+    for group, parameter in held_parameters(optimizer):
+        value, state = group.get(INITIAL_VALUE), optimizer.state.get(parameter, {})
+        if value and "sum" in state and float(state["step"]) == 0:
+            state["sum"] = torch.full_like(parameter, complex(value, value) if parameter.is_complex() else value)
 
 
 RatesOf = Callable[[Growth], Sized]
@@ -224,9 +232,8 @@ class Continuation:
 
     def _rows(self) -> Iterator[tuple[Group, Tensor, Growth]]:
         """The parameters of the optimizer, each with its group and its growth."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield group, parameter, self.plan.parameters[self.names[id(parameter)]]
+        for group, parameter in held_parameters(self.optimizer):
+            yield group, parameter, self.plan.parameters[self.names[id(parameter)]]
 
     def groups(self) -> list[Group]:
         """The parameter groups over the wide model, hyperparameters rescaled."""
@@ -255,7 +262,7 @@ class Continuation:
 
     def off_the_rule(self, wide_opt: Optimizer) -> list[str]:
         """A note on each hyperparameter that does not follow from the narrow one, other than by one common factor."""
-        group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
+        group_of = groups_by_id(wide_opt)
         ratios: dict[str, dict[float, str]] = {"lr": {}, "eps": {}, "weight_decay": {}}
         for group, _, entry in self._rows():
             wide_group = group_of.get(id(self.targets[entry.name]), {})
@@ -278,7 +285,7 @@ class Continuation:
         refuse_bad_levels(optimizer)
         if self.state == "reset_new_copies":
             check_own_count(optimizer)
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for _, parameter in held_parameters(optimizer):
             if id(parameter) not in self.names:
                 raise UserError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the narrow "
@@ -294,7 +301,7 @@ class Continuation:
             if entry.inserted and parameter not in optimizer.state:
                 continue  # it begins anew, with nothing to continue
             _check_state(entry.name, parameter, optimizer.state.get(parameter, {}), group, self.rule)
-        strangers = {id(p) for p in optimizer.state} - {id(p) for g in optimizer.param_groups for p in g["params"]}
+        strangers = {id(p) for p in optimizer.state} - groups_by_id(optimizer).keys()
         if strangers:
             shapes = ", ".join(str(tuple(p.shape)) for p in optimizer.state if id(p) in strangers)
             raise UserError(
@@ -316,7 +323,7 @@ class Continuation:
                 f"the state of {type(self.optimizer).__name__} cannot move into {type(wide_opt).__name__}; give the "
                 "wide model the same class"
             )
-        held = {id(parameter) for group in wide_opt.param_groups for parameter in group["params"]}
+        held = groups_by_id(wide_opt).keys()
         unknown = held - {id(parameter) for parameter in self.targets.values()}
         if unknown:
             raise UserError("wide_opt holds parameters that are not in the wide model: build it over wide.parameters()")
@@ -358,7 +365,7 @@ class Continuation:
         set_records(self.wide, wide_opt, self.births(rewarm_steps))
         for _, _, entry in self._rows():  # what wide_opt may hold from before is of another run
             wide_opt.state.pop(self.targets[entry.name], None)
-        group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
+        group_of = groups_by_id(wide_opt)
         for name, source in self.narrow.named_parameters():
             target, entry = self.targets[name], self.plan.parameters[name]
             if source not in narrow_opt.state or id(target) not in group_of:
@@ -381,7 +388,7 @@ class Continuation:
 
     def _begin_inserted(self, optimizer: Optimizer) -> None:
         """Gives parameters of new layers without state what an optimizer has before its first step (Adagrad)."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = groups_by_id(optimizer)
         new = [self.targets[name] for name in self.plan.new_parameters if id(self.targets[name]) in held]
         new = [parameter for parameter in new if parameter not in optimizer.state]
         if new:
@@ -408,23 +415,22 @@ class Continuation:
 
     def _reset_new_copies(self, wide_opt: Optimizer) -> None:
         names = names_by_id(self.wide)
-        for group in wide_opt.param_groups:
-            for parameter in group["params"]:
-                growth = self.plan.parameters[names[id(parameter)]]
-                state = wide_opt.state.get(parameter, {})
-                if not growth.grows and not growth.inserted:
-                    continue
-                if not self.rule.counts_steps:
-                    state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                    wide_opt.state[parameter] = state
-                if growth.inserted:
-                    continue
-                mask = torch.empty_like(parameter, dtype=torch.bool, memory_format=torch.preserve_format)
-                with whole(mask) as new:
-                    new.copy_(new_copies(growth))
-                for key in self.rule.state.keys() & state.keys():
-                    if isinstance(state[key], Tensor):
-                        state[key].masked_fill_(mask, group.get(INITIAL_VALUE, 0.0))
+        for group, parameter in held_parameters(wide_opt):
+            growth = self.plan.parameters[names[id(parameter)]]
+            state = wide_opt.state.get(parameter, {})
+            if not growth.grows and not growth.inserted:
+                continue
+            if not self.rule.counts_steps:
+                state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                wide_opt.state[parameter] = state
+            if growth.inserted:
+                continue
+            mask = torch.empty_like(parameter, dtype=torch.bool, memory_format=torch.preserve_format)
+            with whole(mask) as new:
+                new.copy_(new_copies(growth))
+            for key in self.rule.state.keys() & state.keys():
+                if isinstance(state[key], Tensor):
+                    state[key].masked_fill_(mask, group.get(INITIAL_VALUE, 0.0))
 
 
 def _moved(

@@ -24,6 +24,7 @@ from mupscale.errors import UserError
 from mupscale.sharding import is_sharded, largest_of_ranks, local_part
 from mupscale.widening import table
 from mupscale.widening.growth import Growth, copies_of_entries, duplicate, duplicate_, source_index
+from mupscale.widening.optimizers import groups_by_id
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import Record, Records, names_by_id, records_of, restore_infshapes, store_records
 from mupscale.widening.table import Scale, Side
@@ -60,13 +61,7 @@ def materialise_recurrent_(wide: nn.Module, narrow: nn.Module) -> None:
 def refuse_held(wide: nn.Module, optimizers: Sequence[Optimizer | None]) -> None:
     """Raises a UserError if a meta parameter cannot be allocated, because a graph or a weak reference holds it."""
     anew = {id(p) for module in wide.modules() if isinstance(module, nn.RNNBase) for p in module.parameters()}
-    kept = {
-        id(p)
-        for optimizer in optimizers
-        if optimizer is not None
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    kept = {key for optimizer in optimizers if optimizer is not None for key in groups_by_id(optimizer)}
     for name, parameter in wide.named_parameters():
         if not parameter.is_meta or (id(parameter) in anew and id(parameter) not in kept):
             continue
