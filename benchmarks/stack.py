@@ -175,12 +175,14 @@ def steps_alone(options: argparse.Namespace) -> Iterator[Row]:
     images = torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 100, (size,), device=device)
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
     resnet = partial(ResNet18, 8 if quick else 32, base_width=64, optimizer=sgd)
-    yield from bare_steps("ResNet-18, 0.25×", resnet, images, sizes, device)
+    if options.only in "ResNet-18, 0.25×":
+        yield from bare_steps("ResNet-18, 0.25×", resnet, images, sizes, device)
     rows, context, vocabulary = (2, 16, 4096) if quick else (16, 1024, 50304)
     width, base_width, layers = (8, 8, 2) if quick else (64, 24, 12)
     gpt2 = partial(GPT2, width, base_width=base_width, layers=layers, heads=4, vocabulary=vocabulary, context=context)
     tokens = torch.randint(0, vocabulary, (rows, context + 1), device=device)
-    yield from bare_steps("GPT-2, width 64", gpt2, tokens, sizes, device)
+    if options.only in "GPT-2, width 64":
+        yield from bare_steps("GPT-2, width 64", gpt2, tokens, sizes, device)
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
