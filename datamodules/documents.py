@@ -4,9 +4,10 @@ import gzip
 import hashlib
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mupscale.data_files import json_of, what_is_wrong
 from mupscale.errors import UserError, needs_extra, one_line
@@ -129,9 +130,11 @@ class TextFiles(Source):
             with gzip.open(file) if compressed else file.open("rb") as stream:
                 stream.seek(offset)
                 if kind in (".jsonl", ".ndjson", ".json"):
-                    yield from _json_lines(stream, offset)
+                    found = _json_lines(stream)
                 else:
-                    yield from _separated(stream, offset, self.separator.encode())
+                    found = _separated(stream, self.separator.encode())
+                for document in found:
+                    yield document, stream.tell()
         except (ValueError, EOFError, zlib.error, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # an error of the operating system; gzip and pyarrow set no errno for a damaged file
@@ -204,35 +207,27 @@ def out_of_reach(subset: str, error: Exception) -> ConnectionError:
     )
 
 
-def _separated(stream: Iterable[bytes], offset: int, separator: bytes) -> Iterator[tuple[str, int]]:
-    """The documents of a plain text from a byte on, each with the offset after its separator."""
-    lines: list[bytes] = []
-    begin = offset
-
-    def document() -> str:
-        content = b"".join(lines)
-        content = content.removesuffix(b"\n").removesuffix(b"\r")  # they end the last line before the separator
+def _separated(stream: IO[bytes], separator: bytes) -> Iterator[str]:
+    """The documents of a plain text from where the stream stands."""
+    begin, lines = stream.tell(), []
+    for line in chain(stream, [separator]):  # the end of the file ends the last one
+        if line.rstrip(b"\r\n") != separator:
+            lines.append(line)
+            continue
+        content = b"".join(lines).removesuffix(b"\n").removesuffix(b"\r")  # they end the last line before the separator
         if begin == 0:
             content = content.removeprefix(BYTE_ORDER_MARK)
         try:
-            return content.decode()
+            document = content.decode()
         except UnicodeDecodeError as error:
             raise UserError(f"byte {begin + error.start} is not UTF-8") from error
+        begin, lines = stream.tell(), []
+        yield document
 
+
+def _json_lines(stream: IO[bytes]) -> Iterator[str]:
+    """The documents of JSON lines from where the stream stands."""
     for line in stream:
-        offset += len(line)
-        if line.rstrip(b"\r\n") == separator:
-            yield document(), offset
-            lines, begin = [], offset
-        else:
-            lines.append(line)
-    yield document(), offset
-
-
-def _json_lines(stream: Iterable[bytes], offset: int) -> Iterator[tuple[str, int]]:
-    """The documents of JSON lines from a byte on, each with the offset after its line."""
-    for line in stream:
-        begin, offset = offset, offset + len(line)
         if not line.strip():
             continue
         try:
@@ -240,9 +235,9 @@ def _json_lines(stream: Iterable[bytes], offset: int) -> Iterator[tuple[str, int
             # JSON can spell one half of a surrogate pair, which UTF-8 cannot
             text = text.encode(errors="replace").decode()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = f"the line at byte {begin} is not a JSON object with a string `text` ({what_is_wrong(error)})"
-            raise UserError(problem) from error
-        yield text, offset
+            place, wrong = stream.tell() - len(line), what_is_wrong(error)
+            raise UserError(f"the line at byte {place} is not a JSON object with a string `text` ({wrong})") from error
+        yield text
 
 
 def _parquet_rows(file: Path, row: int) -> Iterator[tuple[str, int]]:
@@ -253,15 +248,7 @@ def _parquet_rows(file: Path, row: int) -> Iterator[tuple[str, int]]:
         kinds = [str(field.type) for field in table.schema_arrow if field.name == "text"]
         if kinds not in (["string"], ["large_string"]):
             raise UserError(f"it needs a column `text` of strings, its columns are {table.schema_arrow.names}")
-        begin = 0
-        for group in range(table.num_row_groups):
-            rows = table.metadata.row_group(group).num_rows
-            if begin + rows > row:
-                for batch in table.iter_batches(256, row_groups=[group], columns=["text"]):
-                    texts = batch.column("text").to_pylist()
-                    for text in texts[max(row - begin, 0) :]:
-                        row += 1
-                        yield text or "", row
-                    begin += len(texts)
-            else:
-                begin += rows
+        batches = table.iter_batches(256, columns=["text"])
+        texts = chain.from_iterable(batch.column("text").to_pylist() for batch in batches)
+        for number, text in enumerate(islice(texts, row, None), row + 1):
+            yield text or "", number

@@ -13,8 +13,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -44,12 +44,11 @@ TRAINING_BYTES = 2**26
 COMMIT_SECONDS = 5.0
 """The interval between commits in seconds: a killed process loses at most this much work."""
 
-Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The tokens of several documents, one after another; each document's number of tokens; whether it is held out."""
-
-
 Prepared = dict[str, Any]
 """What a finished folder holds: the content of its preparation.json."""
+
+Watch = Callable[[str, int, int | None], None]
+"""Called with what is done in words and in a number, and with the number of all of it, if that is known."""
 
 
 @dataclass
@@ -99,6 +98,7 @@ def prepare(
     tokens: int | None = None,
     val_fraction: float = 0.01,
     file_tokens: int = FILE_TOKENS,
+    watch: Watch = lambda words, done, total: None,
 ) -> Prepared:
     """Prepares the folder `out` from the documents of `source`.
 
@@ -138,7 +138,7 @@ def prepare(
             source.resolve(progress.preparation)
         try:
             tokenizer = make_tokenizer(source, out, progress)
-            writers = write_tokens(source, out, tokenizer, progress)
+            writers = write_tokens(source, out, tokenizer, progress, watch)
             return finish(source, out, tokenizer, progress, writers)
         except Unusable:
             remove(out)
@@ -215,10 +215,10 @@ def read_training_text(source: Source, val_fraction: float) -> list[str]:
     return texts
 
 
-def write_tokens(source: Source, folder: Path, tokenizer: "Tokenizer", progress: Progress) -> dict[str, TokenWriter]:
+def write_tokens(
+    source: Source, folder: Path, tokenizer: "Tokenizer", progress: Progress, watch: Watch
+) -> dict[str, TokenWriter]:
     """Encodes the documents that are not in the token files yet; the writers of the splits."""
-    from tqdm import tqdm
-
     asked = progress.preparation
     writers = {split: TokenWriter(folder / split, asked["tokens of a file"], progress.files[split]) for split in SPLITS}
     written = sum(writer.tokens for writer in writers.values())
@@ -230,45 +230,32 @@ def write_tokens(source: Source, folder: Path, tokenizer: "Tokenizer", progress:
             writer.flush()
         progress.write(folder)
 
-    def state() -> tuple[int, int | None]:
-        """Tokens that are written, and wanted; without such a number, bytes of the source that are read, and all."""
-        return (written, asked["tokens"]) if asked["tokens"] else source.progress(progress.position) or (written, None)
-
-    done, total = state()
-    unit = "tokens" if asked["tokens"] else "B"
-    bar = tqdm(total=total, initial=done, unit=unit, unit_scale=True, disable=None, leave=False)
-    with closing(source.batches(progress.position)) as batches, bar:
+    with closing(source.batches(progress.position)) as batches:
         try:
             while written < wanted:
                 documents, position = next(batches, (None, None))
                 if documents is None:
                     break
                 held_out = np.array([is_held_out(document, asked["val-fraction"]) for document in documents])
-                tokens, lengths, held_out = up_to(wanted - written, (*encode(tokenizer, documents), held_out))
+                tokens, lengths = encode(tokenizer, documents)
+                count = int(np.searchsorted(lengths.cumsum(), wanted - written)) + 1  # with the one that reaches it
+                lengths, held_out = lengths[:count], held_out[:count]
+                tokens = tokens[: lengths.sum()]
                 for split, chosen in (("train", ~held_out), ("val", held_out)):
                     writers[split].append(tokens[np.repeat(chosen, lengths)], lengths[chosen])
                 written += len(tokens)
                 files = {split: list(writer.counts) for split, writer in writers.items()}
                 # both in one statement: an interrupt between two would let `finally` commit a half-updated state
                 vars(progress).update(position=position, files=files)
-                bar.set_postfix_str(f"{written / 1e6:,.1f} M tokens", refresh=False)
-                bar.update(state()[0] - bar.n)
+                read, size = source.progress(position) or (written, None)
+                done, total = (written, asked["tokens"]) if asked["tokens"] else (read, size)
+                watch(f"{written / 1e6:,.1f} M tokens", done, total)
                 if time.monotonic() - last_commit > COMMIT_SECONDS:
                     commit()
                     last_commit = time.monotonic()
         finally:
             commit()
     return writers
-
-
-def up_to(limit: float, batch: Encoded) -> Encoded:
-    """The documents up to the one that reaches the limit of tokens."""
-    tokens, lengths, held_out = batch
-    if len(tokens) < limit:
-        return batch
-    ends = lengths.cumsum()
-    count = int(np.searchsorted(ends, limit)) + 1
-    return tokens[: ends[count - 1]], lengths[:count], held_out[:count]
 
 
 def finish(
@@ -321,32 +308,28 @@ def lock_folder(folder: Path) -> Iterator[None]:
     for split in SPLITS:
         refuse_links(folder / split, *(path.name for path in (folder / split).glob("*")))
     made = [path for path in (folder, *folder.parents) if not path.exists() or (path / PROGRESS).exists()]
-    with ExitStack() as held:
-        while True:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except FileExistsError:
-                raise UserError(f"--out {folder} is a file: name a folder") from None
-            with suppress(FileNotFoundError):  # another process failed meanwhile and removed the folder
-                held.enter_context(locked(folder / LOCK, f"--out {folder} is being prepared by another process"))
-                break
-        try:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UserError(f"--out {folder} is a file: name a folder") from None
+    try:
+        with locked(folder / LOCK, f"--out {folder} is being prepared by another process"):
             yield
-        finally:
-            held.close()
-            for path in made:
-                with suppress(OSError):  # not empty
-                    path.rmdir()
+    finally:
+        for path in made:
+            with suppress(OSError):  # not empty
+                path.rmdir()
 
 
 def remove(folder: Path) -> None:
     """Removes what a preparation writes."""
-    names = [name for known in (PROGRESS, TOKENIZER, PREPARED) for name in (known, partial(folder / known).name)]
-    for path in [*(path for split in SPLITS for path in (folder / split).glob("*.ds*")), *map(folder.joinpath, names)]:
+    files = [folder / name for name in (PROGRESS, TOKENIZER, PREPARED)]
+    splits = [folder / split for split in SPLITS]
+    for path in (*files, *map(partial, files), *(path for split in splits for path in split.glob("*.ds*"))):
         path.unlink(missing_ok=True)
-    for split in SPLITS:
+    for split in splits:
         with suppress(OSError):  # missing, or not empty
-            (folder / split).rmdir()
+            split.rmdir()
 
 
 # --- vocabularies

@@ -7,7 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
-from mupscale.commands.process import ArgumentParser, command_line
+from mupscale.commands.process import ArgumentParser, command_line, progress_bar
 from mupscale.datamodules.documents import SEPARATOR, FineWebEdu, TextFiles
 from mupscale.datamodules.preparation import TRAINING_BYTES, Prepared, prepare
 from mupscale.datamodules.token_files import SPLITS
@@ -36,7 +36,9 @@ def main(command: str, arguments: list[str]) -> None:
     try:
         with as_user_errors(OSError):
             source = FineWebEdu(options.subset) if is_hub else TextFiles(options.files, options.separator)
-            prepared = prepare(source, options.out, options.vocab, tokens=options.tokens, val_fraction=fraction)
+            settings = {"tokens": options.tokens, "val_fraction": fraction}
+            with progress_bar() as status:
+                prepared = prepare(source, options.out, options.vocab, **settings, watch=status)
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(f"run the same command again to continue in {options.out}") from interrupt
     train, val = (
