@@ -82,6 +82,10 @@ def refuse_unless_level(name: str, value: Any) -> None:
         raise UserError(f"{name} must be a finite number of at least 0, got {shown(value)}")
 
 
+def is_finite_number(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def shown(value: Any) -> str:
     """A value in a few characters, for a message."""
     text = " ".join(repr(value).split())

@@ -268,14 +268,14 @@ class _Check:
             settled=settled,
         )
 
-    def _run(self, model: nn.Module, seed: int = 0) -> list[Tensor]:
-        _, result = watched(model, self.call, dtype=self.dtype, seed=seed, vary=self.vary)
+    def _run(self, model: nn.Module, seed: int = 0, dtype: torch.dtype | None = None) -> list[Tensor]:
+        _, result = watched(model, self.call, dtype=dtype or self.dtype, seed=seed, vary=self.vary)
         return floats_of(result)
 
-    def _pass_of_narrow(self, model: nn.Module, seed: int = 0) -> _Pass:
+    def _pass_of_narrow(self, model: nn.Module, seed: int = 0, dtype: torch.dtype | None = None) -> _Pass:
         """Raises `_Fails` if the model does; buffers stay as the pass left them."""
         try:
-            outputs = self._run(model, seed)
+            outputs = self._run(model, seed, dtype)
             gradients = named_gradients(model, weighted_sum(outputs))
         except (torch.OutOfMemoryError, UserError):
             raise
@@ -287,15 +287,11 @@ class _Check:
         """Ten times the distance of the narrow float32 model from the same one in float64."""
         twin = copied("upscale: narrow", self.narrow).eval()
         try:
-            _, result = watched(twin, self.call, vary=self.vary)
-            outputs = floats_of(result)
-            gradients = named_gradients(twin, weighted_sum(outputs))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # an operation may not exist in float64
+            outputs, gradients = self._pass_of_narrow(twin, dtype=torch.float64)
+        except _Fails:  # an operation may not exist in float64
             return _WITHOUT_FLOAT64
         pairs = zip(self.reference.outputs, outputs, strict=True)
-        of_outputs = [_error(low.double(), high.detach()) for low, high in pairs]
+        of_outputs = [_error(low.double(), high) for low, high in pairs]
         least, of_gradients = 1e-2 * _largest(gradients), []
         for name, high in gradients.items():
             low = self.reference.gradients[name].to(high)

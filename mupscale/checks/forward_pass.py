@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -161,21 +161,17 @@ def watched(
         with mode.paused():
             note(name, "ends", output)
 
+    # compiled functions run as they were written, so that each operation is seen; _dynamo takes long to import
+    is_compiled = "torch._dynamo" in sys.modules
+    as_written = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     handle = model.register_forward_pre_hook(_converter(mode, dtype, vary), with_kwargs=True)
     try:
         seed_generators(seed)
-        with hooked(dict(model.named_modules()), begins, ends), _not_compiled(), mode:
+        with hooked(dict(model.named_modules()), begins, ends), as_written, mode:
             result = call(model)
     finally:
         handle.remove()
     return outputs, result
-
-
-def _not_compiled() -> AbstractContextManager[Any]:
-    """Functions that are compiled run as they were written, so that each operation is seen."""
-    if "torch._dynamo" not in sys.modules:  # which nothing can be compiled without, and which takes long to import
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _converter(mode: Precision, dtype: torch.dtype, vary: int) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:

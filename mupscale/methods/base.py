@@ -7,7 +7,6 @@ rules for optimizer state and hyperparameters follow from it, and with them the 
 defines is in docs/which_growth.md, and below.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.errors import UserError
+from mupscale.errors import UserError, is_finite_number
 from mupscale.methods.noise import Noise, SameNoise, init_scale
 from mupscale.widening.growth import Growth, copy_index, duplicate_, is_unit_by_unit
 from mupscale.widening.hints import Hints
@@ -235,7 +234,7 @@ class HyperCloning(GrowthMethod):
             options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
         super().__init__(**options)
-        if isinstance(decibels, bool) or not isinstance(decibels, float | int) or not math.isfinite(decibels):
+        if not is_finite_number(decibels):
             raise UserError(f"HyperCloning: decibels must be a finite number, got {decibels!r}")
         if variant not in get_args(Variant):
             raise UserError(f"HyperCloning: variant must be one of {', '.join(get_args(Variant))}; got {variant!r}")
@@ -382,8 +381,7 @@ class ShrinkAndPad(ZeroPadding):
             options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
         super().__init__(**options)
-        number = isinstance(shrink, float | int) and not isinstance(shrink, bool)
-        if not number or not math.isfinite(shrink) or not 0 < shrink <= 1:
+        if not is_finite_number(shrink) or not 0 < shrink <= 1:
             raise UserError(f"ShrinkAndPad: shrink must be a number above 0 and at most 1, got {shrink!r}")
         self.shrink = shrink
         self.keeps_function = shrink == 1

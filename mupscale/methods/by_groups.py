@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mupscale.errors import UserError
+from mupscale.errors import UserError, is_finite_number
 from mupscale.methods.base import GrowthMethod, norms_over_width
 from mupscale.sharding import gathered, whole
 from mupscale.widening.growth import (
     Growth,
     Layout,
+    along,
     copy_index,
     is_unit_by_unit,
     narrow_length,
@@ -142,10 +143,10 @@ def _group(method: str, plan: Plan, name: str, members: Mapping[str, int]) -> Un
             f"{method}: {in_pieces[0]!r} of the group {name!r} already consists of several pieces. Give other groups"
         )
     blocks = {member: layout[0].block for member, layout in layouts.items()}
-    counted = {member: narrow_length(layout) // blocks[member] for member, layout in layouts.items()}
     copies = {member: copies_of_units(layout) for member, layout in layouts.items()}
     fewest = min(copies.values(), key=len)
     if any(theirs != fewest * (len(theirs) // max(len(fewest), 1)) for theirs in copies.values()):
+        counted = {member: narrow_length(layout) // blocks[member] for member, layout in layouts.items()}
         factors = sorted({whole_factor(layout) for layout in layouts.values()})
         raise UserError(
             f"{method}: the axes of the group {name!r} do not hold the same units: {some_names(list(members))} have "
@@ -228,11 +229,10 @@ class AKI(FPI):
             entry, next_entry = plan.parameters[name], plan.parameters[following]
             units = _in_place_of(entry, gathered(parameters[following]), next_entry)
             produced = entry.sides.index("out")
-            new = copy_index(entry.layouts[produced]) > 0
-            shape = [-1 if axis == produced else 1 for axis in range(units.ndim)]
+            new = along(copy_index(entry.layouts[produced]) > 0, produced, units.ndim)
             with whole(parameters[name]) as weight:
                 own = gathered(parameters[name])
-                weight.copy_(torch.where(new.view(shape).to(own.device), units.to(own), own))
+                weight.copy_(torch.where(new.to(own.device), units.to(own), own))
 
 
 def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -249,6 +249,9 @@ def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
             yield biases[0], biases[1]
 
 
+_OF_LIKE_LAYERS = ("narrow_shape", "wide_shape", "sides", "kind", "rescale", "offset")
+
+
 def _next_name(plan: Plan, name: str) -> str | None:
     """The parameter whose name has the next larger number in one place, the first if possible, and the same shape."""
     for number in re.finditer(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", name):
@@ -256,18 +259,12 @@ def _next_name(plan: Plan, name: str) -> str | None:
         later: dict[int, str] = {}
         for other, entry in plan.parameters.items():
             found = re.fullmatch(f"{before}(\\d+){after}", other)
-            if found and int(found[1]) > int(number[0]) and _are_alike(entry, plan.parameters[name]):
+            alike = all(getattr(entry, key) == getattr(plan.parameters[name], key) for key in _OF_LIKE_LAYERS)
+            if found and alike and int(found[1]) > int(number[0]):
                 later[int(found[1])] = other
         if later:
             return later[min(later)]
     return None
-
-
-def _are_alike(a: Growth, b: Growth) -> bool:
-    return all(
-        getattr(a, key) == getattr(b, key)
-        for key in ("narrow_shape", "wide_shape", "sides", "kind", "rescale", "offset")
-    )
 
 
 def _in_place_of(entry: Growth, weight: Tensor, weight_entry: Growth) -> Tensor:
@@ -278,7 +275,6 @@ def _in_place_of(entry: Growth, weight: Tensor, weight_entry: Growth) -> Tensor:
     answer = weight
     for axis, (layout, theirs, side) in enumerate(zip(entry.layouts, weight_entry.layouts, entry.sides, strict=True)):
         index = source_index(layout).to(weight.device)
-        along = [-1 if other == axis else 1 for other in range(weight.ndim)]
         if side == "out":
             places = torch.nonzero(copy_index(theirs) == 0).flatten()
             first_copies = places[torch.argsort(source_index(theirs)[places])]
@@ -287,7 +283,7 @@ def _in_place_of(entry: Growth, weight: Tensor, weight_entry: Growth) -> Tensor:
             shape = [size if other != axis else narrow_length(layout) for other, size in enumerate(answer.shape)]
             narrow = answer.new_zeros(shape).index_add_(axis, source_index(theirs).to(weight.device), answer)
             copies = torch.bincount(index)[index].to(answer)
-            answer = narrow.index_select(axis, index) / copies.view(along)
+            answer = narrow.index_select(axis, index) / along(copies, axis, weight.ndim)
     return answer
 
 
@@ -312,7 +308,7 @@ class Lemon(GrowthMethod):
             options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
         super().__init__(**options)
-        if isinstance(spread, bool) or not isinstance(spread, float | int) or not 0 < spread < 1:
+        if not is_finite_number(spread) or not 0 < spread < 1:
             raise UserError(f"Lemon: spread must be a number between 0 and 1, got {spread!r}")
         self.seed = seed
         self.spread = spread

@@ -118,7 +118,13 @@ def grow(
     _refuse_other_plan(plan, narrow, wide)
     write.refuse_other_rescale(plan, narrow, wide)
     method.check(plan)
-    narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
+    narrow_opts = as_list(narrow_opt)
+    wide_opts = [None] * len(narrow_opts) if wide_opt is None else as_list(wide_opt)
+    if len(wide_opts) != len(narrow_opts):
+        raise UserError(
+            f"there are {len(narrow_opts)} narrow optimizers and {len(wide_opts)} wide ones; give one for each, in the "
+            "same order"
+        )
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         # made again once the weights are written, because it holds the narrow ones
         Continuation(plan, shallow, before, wide, state=method.state).check(given)
@@ -232,19 +238,6 @@ def _refuse_without_values(plan: Plan, wide: nn.Module) -> None:
                 f"depth: {name!r} is in a random layer, which keeps the initial values of the deep model, and that is "
                 "on the meta device. Build it on a device"
             )
-
-
-def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimizer], list[Optimizer | None]]:
-    narrow_opts = as_list(narrow_opt)
-    if wide_opt is None:
-        return narrow_opts, [None] * len(narrow_opts)
-    wide_opts = as_list(wide_opt)
-    if len(wide_opts) != len(narrow_opts):
-        raise UserError(
-            f"there are {len(narrow_opts)} narrow optimizers and {len(wide_opts)} wide ones; give one for each, in the "
-            "same order"
-        )
-    return narrow_opts, list(wide_opts)
 
 
 def as_list(optimizers: Optimizers) -> list[Optimizer]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mupscale.errors import UserError, refuse_unless_whole
+from mupscale.errors import UserError, is_finite_number, refuse_unless_whole
 from mupscale.methods.base import GrowthMethod, Loss
 from mupscale.methods.by_groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
 from mupscale.sharding import is_sharded
@@ -59,7 +59,7 @@ class LiGO(GrowthMethod):
         super().__init__(**options)
         refuse_unless_whole("LiGO: steps", steps)
         refuse_unless_whole("LiGO: seed", seed, least=None)
-        if isinstance(lr, bool) or not isinstance(lr, float | int) or not (math.isfinite(lr) and lr > 0):
+        if not is_finite_number(lr) or lr <= 0:
             raise UserError(f"LiGO: lr must be a finite number above 0, got {lr!r}")
         self.steps = steps
         self.lr = lr
@@ -111,9 +111,16 @@ class LiGO(GrowthMethod):
         learned = [matrix.requires_grad_() for pair in maps.values() for matrix in pair.values()]
         rates = [{"params": list(maps[group.name].values()), "lr": self.lr / group.units} for group in groups]
         device = learned[0].device
+        optimizer = torch.optim.Adam(rates)
+        self.losses = []
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             torch.manual_seed(self.seed)
-            self.losses = _descend(learned, loss_of, islice(_endless(batches), self.steps), rates, average)
+            for batch in islice(_endless(batches), self.steps):
+                value = loss_of(batch)
+                for matrix, gradient in zip(learned, torch.autograd.grad(value, learned), strict=True):
+                    matrix.grad = gradient if average is None else average(gradient)
+                optimizer.step()
+                self.losses.append(float(value.detach()))
         finite = [bool(torch.isfinite(matrix).all()) for matrix in learned]
         if not all(finite) or not all(map(math.isfinite, self.losses)):
             raise UserError(f"LiGO: the fit diverged at lr = {self.lr:g}. Give a lower lr")
@@ -201,25 +208,6 @@ def _fits(entry: Growth, axis: int, group: UnitGroup, block: int) -> bool:
     layout = entry.layouts[axis]
     copies = copies_of_units(layout)
     return layout[0].block == block and copies == group.copies * (len(copies) // group.units)
-
-
-def _descend(
-    learned: list[Tensor],
-    loss_of: Callable[[Any], Tensor],
-    batches: Iterable[Any],
-    rates: list[dict[str, Any]],
-    average: Callable[[Tensor], Tensor] | None,
-) -> list[float]:
-    optimizer = torch.optim.Adam(rates)
-    losses = []
-    for batch in batches:
-        value = loss_of(batch)
-        gradients = torch.autograd.grad(value, learned)
-        for tensor, gradient in zip(learned, gradients, strict=True):
-            tensor.grad = gradient if average is None else average(gradient)
-        optimizer.step()
-        losses.append(float(value.detach()))
-    return losses
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:

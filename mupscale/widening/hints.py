@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from mupscale._torch import forward_pre_hooks, non_persistent_buffers
-from mupscale.errors import UserError, shown
+from mupscale.errors import UserError, is_finite_number, shown
 from mupscale.readout import Readout
 from mupscale.widening import modules
 from mupscale.widening.growth import LayoutSpec, Role, role_of
@@ -32,14 +32,20 @@ COMPILED = "_orig_mod"
 """What the names of a compiled model begin with."""
 
 
+Owner = tuple[str, nn.Module, nn.Module, str]
+"""A place of a parameter: module name, narrow module, wide module, attribute."""
+
+
 class Use(NamedTuple):
     """One parameter of the two models, with every module that holds it."""
 
     names: tuple[str, ...]
     narrow: Tensor
     wide: Tensor
-    owners: tuple[tuple[str, nn.Module, nn.Module, str], ...]
-    """(module name, narrow module, wide module, attribute) for each place."""
+    owners: tuple[Owner, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.narrow_shape} → {self.wide_shape}"
 
     @property
     def name(self) -> str:
@@ -101,12 +107,12 @@ class Pairing:
         for use in self.uses:
             if use.growing and any(name in unsaved for name in use.names):
                 raise UserError(
-                    f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape} cannot be widened: "
-                    f"{type(model).__name__} does not save it, and computes it again when the wide model is loaded"
+                    f"parameter {use} cannot be widened: {type(model).__name__} does not save it, and computes it "
+                    "again when the wide model is loaded"
                 )
         for name, before, after in self.modules:
-            reason = modules.why_quantised(name or "(the model)", before)
-            reason = reason or modules.why_not_exact(name or "(the model)", before, after)
+            title = name or "(the model)"
+            reason = modules.why_quantised(title, before) or modules.why_not_exact(title, before, after)
             if reason:
                 raise UserError(reason)
 
@@ -175,12 +181,11 @@ def _pair_parameters(
     names_of: dict[int, list[str]] = {}
     for name, parameter in narrow_named.items():
         names_of.setdefault(id(parameter), []).append(name)
-    owners: dict[int, list[tuple[str, nn.Module, nn.Module, str]]] = {}
-    for module_name, before, after in pairs:
-        for attribute, held in before.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(held), []).append((module_name, before, after, attribute))
-    paired = {module_name: (module_name, before, after) for module_name, before, after in pairs}
-    of_norms: dict[int, list[tuple[str, nn.Module, nn.Module, str]]] = {}
+    owners: dict[int, list[Owner]] = {}
+    for pair in pairs:
+        for attribute, held in pair[1].named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(held), []).append((*pair, attribute))
+    paired, of_norms = {pair[0]: pair for pair in pairs}, dict[int, list[Owner]]()
     for norm in norms:  # its parameters belong to the layer, however torch holds them
         for part, letter in ((norm.gain, "g"), (norm.direction, "v")):
             holder = (*paired[norm.layer], f"{norm.attribute}_{letter}")
@@ -196,11 +201,7 @@ def _pair_parameters(
             )
         if key in wide_ids:
             raise UserError(f"parameter {names[0]!r} belongs to both models: build the wide one by itself")
-        if source.ndim != target.ndim:
-            raise UserError(
-                f"parameter {names[0]!r} has shape {tuple(source.shape)} in the narrow model, {tuple(target.shape)} in "
-                "the wide one. Build both from the same class and options"
-            )
+        _refuse_other_axes("parameter", names[0], source, target)
         uses.append(Use(tuple(names), source, target, tuple(owners[key])))
     return uses
 
@@ -210,12 +211,16 @@ def _pair_buffers(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, Tensor,
     narrow_named = dict(narrow.named_buffers())
     _same_names("buffer", narrow_named, wide_named)
     for name, buffer in narrow_named.items():
-        if buffer.ndim != wide_named[name].ndim:
-            raise UserError(
-                f"buffer {name!r} has shape {tuple(buffer.shape)} in the narrow model, {tuple(wide_named[name].shape)} "
-                "in the wide one. Build both from the same class and options"
-            )
+        _refuse_other_axes("buffer", name, buffer, wide_named[name])
     return [(name, buffer, wide_named[name]) for name, buffer in narrow_named.items()]
+
+
+def _refuse_other_axes(what: str, name: str, narrow: Tensor, wide: Tensor) -> None:
+    if narrow.ndim != wide.ndim:
+        raise UserError(
+            f"{what} {name!r} has shape {tuple(narrow.shape)} in the narrow model, {tuple(wide.shape)} in the wide "
+            "one. Build both from the same class and options"
+        )
 
 
 def _same_names(what: str, narrow: Mapping[str, object], wide: Mapping[str, object]) -> None:
@@ -320,7 +325,7 @@ def _rescale(pairing: Pairing, hints: Hints) -> dict[str, tuple[float, float]]:
     names, answer = pairing.names_of_weights(scaled=True), {}
     for pattern, value, matched in _matches(pairing, "rescale", hints.rescale, names):
         pair = value if isinstance(value, tuple | list) else (value, 0.0)
-        if len(pair) != 2 or not all(_is_finite(number) for number in pair) or pair[0] <= 0:
+        if len(pair) != 2 or not all(map(is_finite_number, pair)) or pair[0] <= 0:
             raise UserError(
                 f"rescale: {pattern!r} must map to a finite number above 0, or to such a number and a finite offset, "
                 f"(s, c); got {value!r}"
@@ -376,10 +381,6 @@ def _declared(pairing: Pairing, attribute: str) -> Iterator[tuple[str, Any]]:
             )
         for pattern, value in mapping.items():
             yield (f"{prefix}.{pattern}" if prefix else pattern), value
-
-
-def _is_finite(number: Any) -> bool:
-    return isinstance(number, float | int) and not isinstance(number, bool) and math.isfinite(number)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -438,34 +439,25 @@ def all_sides(pairing: Pairing, role_of: Mapping[str, Role], *, averaging: bool 
     return {use.name: given.get(use.name) or _sides_found(pairing, use, carried, averaging) for use in pairing.uses}
 
 
+_SIDES_OF_MATRICES: dict[Role, tuple[Side, Side]] = {"matrix": ("out", "in"), "transposed_matrix": ("in", "out")}
+_SIDE_OF_OTHERS: dict[Role, Side] = {"vector": "out", "readout": "in", "mu_readout": "mean", "scalar": None}
+
+
 def _sides_of_role(pairing: Pairing, use: Use, role: Role) -> tuple[Side, ...]:
-    width = pairing.width_of(use)
-    wanted: dict[int, Side]
-    if role in ("matrix", "transposed_matrix"):
-        if len(width) > 2:
-            raise UserError(
-                f"roles: {use.name!r} {use.narrow_shape} → {use.wide_shape} is no {role}: {len(width)} axes are width"
-            )
-        if len(width) == 1:
-            if len(use.narrow_shape) != 2:
-                raise UserError(
-                    f"roles: only one axis of {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, and {role!r} "
-                    "does not tell its "
-                    'side: say "vector" if it is produced, "readout" if it is summed over'
-                )
-            wanted = {width[0]: "out" if width[0] == 0 else "in"}
-        else:
-            wanted = dict(zip(width, ("out", "in"), strict=False))
-        if role == "transposed_matrix":
-            wanted = {axis: "in" if side == "out" else "out" for axis, side in wanted.items()}
-    elif role == "scalar":
-        if use.growing:
-            raise UserError(f"roles: {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, so it is no scalar")
-        wanted = {}
-    else:
-        side: Side = "in" if role == "readout" else "mean" if role == "mu_readout" else "out"
-        wanted = dict.fromkeys(width, side)
-    return tuple(wanted.get(axis) for axis in range(len(use.narrow_shape)))
+    width, axes = pairing.width_of(use), range(use.narrow.ndim)
+    if role == "scalar" and use.growing:
+        raise UserError(f"roles: {use} grows, so it is no scalar")
+    if role not in _SIDES_OF_MATRICES:
+        return tuple(_SIDE_OF_OTHERS[role] if axis in width else None for axis in axes)
+    if len(width) > 2:
+        raise UserError(f"roles: {use} is no {role}: {len(width)} axes are width")
+    if len(width) == 1 and len(axes) != 2:
+        raise UserError(
+            f'roles: only one axis of {use} grows, and {role!r} does not tell its side: say "vector" if it is '
+            'produced, "readout" if it is summed over'
+        )
+    side_of = dict(zip(axes if len(width) == 1 else width, _SIDES_OF_MATRICES[role], strict=False))
+    return tuple(side_of[axis] if axis in width else None for axis in axes)
 
 
 def _sides_of_module(
@@ -475,8 +467,8 @@ def _sides_of_module(
     if known is None:
         if len(width) > 1:
             raise UserError(
-                f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape} grows along {len(width)} axes, and its "
-                f"module ({type(before).__name__}) does not determine which is summed over.\nGive its role: "
+                f"parameter {use} grows along {len(width)} axes, and its module ({type(before).__name__}) does not "
+                "determine which is summed over.\nGive its role: "
                 f'hints=Hints(roles={{"{use.name}": "matrix"}}) for (out, in), "transposed_matrix" for (in, out), '
                 '"vector" if both are produced.'
             )
@@ -487,8 +479,8 @@ def _sides_of_module(
     for axis in use.growing:
         if known[axis] is None:
             raise UserError(
-                f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape}: axis {axis} of a "
-                f"{type(before).__name__} is not a width, so it cannot grow. Build both models with the same size there"
+                f"parameter {use}: axis {axis} of a {type(before).__name__} is not a width, so it cannot grow. Build "
+                "both models with the same size there"
             )
     return tuple(side if axis in width else None for axis, side in enumerate(known))
 

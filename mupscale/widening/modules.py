@@ -169,20 +169,16 @@ QUANTISERS = ("torchao", "bitsandbytes", "hqq", "quanto", "optimum", "auto_gptq"
 """Packages whose layers and tensors hold packed weights."""
 
 
-def _is_quantised(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class for packed weights, or holds floats of eight bits, which need scales."""
-    kind = type(tensor)
-    packed = kind.__module__.partition(".")[0] in QUANTISERS or "quantized" in kind.__name__.lower()
-    return packed or tensor.is_quantized or (tensor.is_floating_point() and tensor.dtype.itemsize == 1)
-
-
 def why_quantised(name: str, module: nn.Module) -> str | None:
     """Why the packed weights of a module that torch has quantised cannot be widened; None for any other module."""
     package = type(module).__module__.split(".")
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    by_torch = package[0] == "torch" and "quantized" in package
-    by_others = package[0] in QUANTISERS or any(_is_quantised(tensor) for tensor in tensors)
-    if not by_torch and not by_others and "qweight" not in dict(module.named_buffers(recurse=False)):
+    is_packed = package[0] in QUANTISERS or (package[0] == "torch" and "quantized" in package)
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        kind = type(tensor)
+        is_packed |= kind.__module__.partition(".")[0] in QUANTISERS or "quantized" in kind.__name__.lower()
+        # floats of eight bits need scales
+        is_packed |= tensor.is_quantized or (tensor.is_floating_point() and tensor.dtype.itemsize == 1)
+    if not is_packed and "qweight" not in dict(module.named_buffers(recurse=False)):
         return None
     return (
         f"module {name!r} ({type(module).__name__}) is quantised: its weights are packed whole numbers, which cannot "

@@ -290,9 +290,9 @@ def _refuse_tied(use: Use, entry: Growth) -> None:
     is_read = any(modules.is_readout(module) and attribute == "weight" for _, module, _, attribute in use.owners)
     if is_read and not mixed <= set(entry.summed_axes):
         raise UserError(
-            f"readout {use.name!r} {use.narrow_shape} → {use.wide_shape} is tied to an embedding, and the units that "
-            "it reads grow by different factors: an embedding repeats its entries, a readout divides them by their "
-            "number of copies. Untie the two, or grow this width by a whole factor"
+            f"readout {use} is tied to an embedding, and the units that it reads grow by different factors: an "
+            "embedding repeats its entries, a readout divides them by their number of copies. Untie the two, or grow "
+            "this width by a whole factor"
         )
 
 
@@ -301,14 +301,14 @@ def _refuse_growth(use: Use, entry: Growth) -> None:
     is_scaled = entry.scale.weight < 1 or entry.rescale != 1
     if is_scaled and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
         raise UserError(
-            f"{use.name!r} {use.narrow_shape} → {use.wide_shape} holds whole numbers ({use.narrow.dtype}), which "
-            f"cannot be multiplied by {entry.scale.weight:g}. Give both models floating-point weights"
+            f"{use} holds whole numbers ({use.narrow.dtype}), which cannot be multiplied by {entry.scale.weight:g}. "
+            "Give both models floating-point weights"
         )
     refuse_uneven_shift(entry)
     if entry.normed and entry.mixed:
         raise UserError(
-            f"{use.name!r} {use.narrow_shape} → {use.wide_shape} is divided by its norm (weight_norm), and its units "
-            "grow by different factors, which changes the norm. Grow this width by a whole factor, or remove the norm"
+            f"{use} is divided by its norm (weight_norm), and its units grow by different factors, which changes the "
+            "norm. Grow this width by a whole factor, or remove the norm"
         )
     _refuse_other_numbers(use.name, use.narrow, use.wide)
     whole_groups = isinstance(owner, nn.GroupNorm) and all(

@@ -23,7 +23,7 @@ and decoupled weight decay is part of the update.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from mup import InfDim, InfShape
@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mupscale.errors import UserError, refuse_unless_model
 from mupscale.sharding import is_sharded, replicated, whole
-from mupscale.widening.growth import Growth, copy_index, source_index
+from mupscale.widening.growth import Growth, along, copy_index, source_index
 from mupscale.widening.optimizers import Group, OptimizerRule, rule_of
 from mupscale.widening.table import NOTHING, Scale, Side
 
@@ -116,7 +116,7 @@ def record_of(primitives: Mapping[str, Any]) -> Record:
 
 
 def _along(row: tuple[float, ...], axis: int, ndim: int) -> Tensor:
-    return torch.tensor(row, dtype=torch.float64).view([-1 if other == axis else 1 for other in range(ndim)])
+    return along(torch.tensor(row, dtype=torch.float64), axis, ndim)
 
 
 def _tuples(value: Any) -> Any:
@@ -205,8 +205,7 @@ def new_copies(growth: Growth) -> Tensor:
     """Of the wide parameter: True for every entry but the first copy of each narrow one."""
     first = torch.ones([1] * len(growth.axes), dtype=torch.bool)
     for number, layout in enumerate(growth.layouts):
-        shape = [-1 if other == number else 1 for other in range(len(growth.axes))]
-        first = first & (copy_index(layout) == 0).view(shape)
+        first = first & along(copy_index(layout) == 0, number, len(growth.axes))
     return ~first
 
 
@@ -326,20 +325,16 @@ def update_factor(
     return rule.own_count(group, count, age) * (age / steps).clamp(max=1)
 
 
-class _Work(NamedTuple):
-    """A parameter whose steps are changed."""
+@dataclass
+class _Work:
+    """A parameter whose steps are changed, and what a step needs again at its end."""
 
     parameter: Tensor
     group: Group
     record: Record
-
-
-class _Kept(NamedTuple):
-    """What a step needs again at its end."""
-
-    weights: Tensor
-    converted: Tensor | None
-    gradient: Tensor | None
+    weights: Tensor | None = None
+    converted: Tensor | None = None
+    gradient: Tensor | None = None
 
 
 def _work_of(optimizer: Optimizer) -> list[_Work]:
@@ -353,7 +348,7 @@ def _work_of(optimizer: Optimizer) -> list[_Work]:
             for parameter, record in zip(group["params"], group_records(group), strict=True):
                 if record is not None and record.changes_steps:
                     work.append(_Work(parameter, group, record))
-        optimizer.__dict__[_WORK] = cached = key, work, []
+        optimizer.__dict__[_WORK] = cached = key, work
     return cached[1]
 
 
@@ -377,38 +372,35 @@ def _before_step(
 
 @torch.no_grad()
 def _enter(optimizer: Optimizer) -> None:
-    work = _work_of(optimizer)
-    kept: list[_Kept] = optimizer.__dict__[_WORK][2]
-    kept.clear()
-    for parameter, _, record in work:
-        weights, gradient, converted = parameter.clone(), parameter.grad, None
+    for work in _work_of(optimizer):
+        parameter, record = work.parameter, work.record
+        work.weights, work.gradient = parameter.clone(), parameter.grad
         if record.shift:
             parameter.sub_(record.shift)
         if record.entries:
             parameter.mul_(record.entry_scale("in", parameter))
-            if gradient is not None:
-                parameter.grad = gradient * record.entry_scale("out", gradient)
-        if record.steps_in_own_units:
-            converted = parameter.clone()
-        kept.append(_Kept(weights, converted, gradient))
+            if work.gradient is not None:
+                parameter.grad = work.gradient * record.entry_scale("out", work.gradient)
+        work.converted = parameter.clone() if record.steps_in_own_units else None
 
 
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cached = optimizer.__dict__.get(_WORK)
-    if cached is None or not cached[2]:
-        return
-    for (parameter, group, record), (weights, converted, gradient) in zip(cached[1], cached[2], strict=True):
-        if converted is not None:
+    _, every = optimizer.__dict__.get(_WORK, (None, ()))
+    for work in every:
+        if work.weights is None:
+            continue
+        parameter, record = work.parameter, work.record
+        if work.converted is not None:
             # only the update is scaled, so that rounding never touches a weight that did not move
-            parameter.sub_(converted)
+            parameter.sub_(work.converted)
             if record.entries:
                 parameter.div_(record.entry_scale("in", parameter))
-            parameter.add_(weights)
-            parameter.grad = gradient
+            parameter.add_(work.weights)
+            parameter.grad = work.gradient
         if record.births:
-            _slow_new_copies(optimizer, parameter, group, record, weights)
-    cached[2].clear()
+            _slow_new_copies(optimizer, parameter, work.group, record, work.weights)
+        work.weights = work.converted = work.gradient = None
 
 
 def _slow_new_copies(optimizer: Optimizer, parameter: Tensor, group: Group, record: Record, before: Tensor) -> None:
