@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from nets import take_steps
 from tiers import slow_except
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,26 +26,19 @@ def pair(build: Build, factor: int) -> tuple[nn.Module, nn.Module]:
     return build(WIDTH), build(factor * WIDTH)
 
 
-def losses(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, steps: int) -> list[float]:
-    answer = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        output = model(inputs)
-        loss = F.cross_entropy(output.flatten(0, -2), torch.arange(output.flatten(0, -2).shape[0]) % 2)
-        loss.backward()
-        optimizer.step()
-        answer.append(loss.item())
-    return answer
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    output = model(inputs).flatten(0, -2)
+    return F.cross_entropy(output, torch.arange(len(output)) % 2)
 
 
 def drift_of_training(narrow: nn.Module, wide: nn.Module, found: Found, inputs: Tensor, kind: type) -> float:
     """The largest relative difference of the losses in twelve steps after growing."""
     narrow, wide = narrow.double(), wide.double()
     optimizer = kind(narrow.parameters(), lr=0.01, weight_decay=0.1)
-    losses(narrow, optimizer, inputs, 4)
+    take_steps(narrow, optimizer, [inputs] * 4, loss_of)
     report = mupscale.upscale(narrow, wide, optimizer, hints=found)
-    before = losses(narrow, optimizer, inputs, 12)
-    after = losses(wide, report.optimizer, inputs, 12)
+    before = take_steps(narrow, optimizer, [inputs] * 12, loss_of)
+    after = take_steps(wide, report.optimizer, [inputs] * 12, loss_of)
     return max(abs(a / b - 1) for a, b in zip(after, before, strict=True))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import take_steps
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
@@ -56,14 +57,7 @@ def run(model: nn.Module) -> Tensor:
 
 
 def trained(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = (model(X) - Y).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return take_steps(model, optimizer, [X] * steps, lambda model, x: (model(x) - Y).square().mean())
 
 
 def begun(

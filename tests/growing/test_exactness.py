@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import CASES, Heads, batch
+from nets import take_steps
 from tiers import slow_except
 from torch import Tensor, nn
 
@@ -51,17 +52,6 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return sum((output - 1).square().mean() for output in outputs)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    losses = []
-    for inputs in batches:
-        optimizer.zero_grad()
-        loss = loss_of(model, inputs)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def tensors_of(model: nn.Module) -> dict[str, Any]:
     return copy.deepcopy(dict(model.state_dict()))
 
@@ -73,7 +63,7 @@ def outcome(name: str, factor: float, optimizer: str, **settings: Any) -> tuple[
     narrow, wide = (float64_copy(case.build(n)) for n in (case.n, round(factor * case.n)))
     batches = [batch(case.data) for _ in range(WARM_UP + STEPS)]
     narrow_opt = OPTIMIZERS[optimizer](narrow.parameters())
-    train(narrow, narrow_opt, batches[:WARM_UP])
+    take_steps(narrow, narrow_opt, batches[:WARM_UP], loss_of)
     before = tensors_of(narrow), tensors_of(wide)
     sample = batch(case.data)
     try:
@@ -83,7 +73,8 @@ def outcome(name: str, factor: float, optimizer: str, **settings: Any) -> tuple[
             assert all(torch.equal(saved[key], value) for key, value in model.state_dict().items())
         return "refused", 0.0, str(error)
     assert report.exact is True
-    losses = [train(narrow, narrow_opt, batches[WARM_UP:]), train(wide, report.optimizer, batches[WARM_UP:])]
+    pairs = (narrow, narrow_opt), (wide, report.optimizer)
+    losses = [take_steps(*pair, batches[WARM_UP:], loss_of) for pair in pairs]
     drift = max(abs(b - a) / max(abs(a), 1e-30) for a, b in zip(*losses, strict=True))
     return "exact", drift, report.plan
 

@@ -4,17 +4,21 @@ from typing import Any
 
 import pytest
 import torch
+from nets import take_steps
 from stacks import CARRIED, MIXED, UNLIKE, Rules, batches, grown, loss_of, made, stacked
 from tiers import slow_except
 from tiny_modules import mlp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import mupscale
 from mupscale.errors import UserError
 from mupscale.models.base import Growable
 from mupscale.stacking.stack import Stack
 from mupscale.widening.stepping import step_records
+
+
+def own_loss(module: Growable, batch: Any) -> Tensor:
+    return module.loss(batch)
 
 
 def rate(step: int) -> float:
@@ -32,16 +36,9 @@ def separately(
             if step == grow_at:
                 pair = grown(model, optimizer, index, pair, rules)
             set_rates(pair[1], step)
-            loss = pair[0].loss(batch)
-            pair[1].zero_grad()
-            loss.backward()
-            if clip is not None:
-                assert pair[0].net is not None
-                mupscale.clip_grad_norm_(pair[0].net, clip)
-            pair[1].step()
-            curve.append(loss.detach())
-        curves.append(torch.stack(curve))
-    return torch.stack(curves)
+            curve += take_steps(*pair, [batch], own_loss, clip)
+        curves.append(curve)
+    return torch.tensor(curves, dtype=torch.float64)
 
 
 def set_rates(optimizer: Optimizer, step: int) -> None:
@@ -99,19 +96,19 @@ def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
 
     def pair(index: int) -> tuple[Growable, Any]:
         narrow = made("mlp", optimizer, index)
-        train_alone(*narrow, early)
+        take_steps(*narrow, early, own_loss)
         return grown("mlp", optimizer, index, narrow, MIXED)
 
     ours, alone = ([pair(index) for index in range(3)] for _ in range(2))
     for module, own in alone:
-        train_alone(module, own, data)
+        take_steps(module, own, data, own_loss)
     stack = stacked(ours)
     records = [record for _, own in ours for record in step_records(own).values() if record.births]
     assert len(records) == 14  # of two models; the bias of the readout does not grow
     for batch in data[:10]:
         stack.step(batch)
     for module, own in ours:
-        train_alone(module, own, data[10:20])
+        take_steps(module, own, data[10:20], own_loss)
     stack = stacked(ours)
     for batch in data[20:]:
         stack.step(batch)
@@ -131,13 +128,6 @@ def test_growth_by_different_factors_trains_as_alone(optimizer: str, clip: float
     assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 
-def train_alone(module: Growable, optimizer: Optimizer, data: list[Any]) -> None:
-    for batch in data:
-        optimizer.zero_grad()
-        module.loss(batch).backward()
-        optimizer.step()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "optimizer"), [("resnet", "sgd"), ("gpt2", "adamw")])
 def test_others_train_as_alone(model: str, optimizer: str) -> None:
@@ -154,10 +144,7 @@ def test_each_model_has_its_weights_and_state_at_any_time() -> None:
         stack.step(batch)
     alone = [made("resnet", "adamw", index) for index in range(3)]
     for module, optimizer in alone:
-        for batch in data[:3]:
-            optimizer.zero_grad()
-            module.loss(batch).backward()
-            optimizer.step()
+        take_steps(module, optimizer, data[:3], own_loss)
     for (module, optimizer), (other, its) in zip(pairs, alone, strict=True):
         for (name, tensor), expected in zip(module.state_dict().items(), other.state_dict().values(), strict=True):
             assert torch.allclose(tensor.double(), expected.double(), rtol=1e-12, atol=1e-12), name
@@ -277,9 +264,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
         batch = torch.randn(5, 4, dtype=torch.float64), uses_all
         stack.step(batch)
         for model, optimizer in alone:
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
+            take_steps(model, optimizer, [batch], loss)
     for (model, _), (other, _) in zip(pairs, alone, strict=True):
         for tensor, expected in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.allclose(tensor, expected, rtol=1e-13)

@@ -1,7 +1,8 @@
 """Small networks, muP or not, a few training steps on them, and all of their state by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,26 @@ def train(model: nn.Module, optimizer: Optimizer, inputs: Callable[[], Tensor], 
     for _ in range(steps):
         backward(model, inputs())
         optimizer.step()
+
+
+def take_steps(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
+    loss: Callable[[Any, Any], Tensor],
+    clip: float | None = None,
+) -> list[float]:
+    """Takes a step on each batch; the losses before them."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(model, batch)
+        value.backward()
+        if clip is not None:
+            mupscale.clip_grad_norm_(model, clip)
+        optimizer.step()
+        losses.append(value.item())
+    return losses
 
 
 OPTIMIZERS = {

@@ -9,7 +9,7 @@ import torch
 from architectures import Case, ConvNet, Llama, Recurrent, cross_entropy, rotate
 from bad_input import Cases, Input, assert_refused, linear
 from mup_optimizers import MuAdamW
-from nets import OPTIMIZERS, features, mlp, mup, train
+from nets import OPTIMIZERS, features, mlp, mup, take_steps, train
 from tiers import slow_except
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -198,16 +198,11 @@ class Grown:
             self.reports.append(report)
             self.optimizers.append(report.optimizer)
 
-    def loss(self, which: int, index: int) -> Tensor:
-        return cross_entropy(self.models[which], self.batches[index % len(self.batches)])
-
     def step(self, which: int, index: int) -> float:
-        self.models[which].zero_grad()
-        loss = self.loss(which, index)
-        loss.backward()
-        self.clipped += bool(mupscale.clip_grad_norm_(self.models[which], 0.05) > 0.05)
-        self.optimizers[which].step()
-        return loss.item()
+        model, batch = self.models[which], self.batches[index % len(self.batches)]
+        (loss,) = take_steps(model, self.optimizers[which], [batch], cross_entropy, clip=0.05)
+        self.clipped += bool(mupscale.clip_grad_norm_(model, 1.0) > 0.0499)
+        return loss
 
     def drift(self, steps: int = 20) -> float:
         """The largest deviation of a loss from the narrow run's, relative."""
@@ -244,20 +239,12 @@ def test_rates_are_those_of_mup():
     report = mupscale.upscale(narrow, wide, *optimizers)
     assert report.notes == ()
     assert records_of(wide)["layers.1.weight"].scale.weight == 4 / 15  # exactly
-    for _ in range(3):
-        losses = [
-            float(backward(model, optimizer)) for model, optimizer in zip((narrow, wide), optimizers, strict=True)
-        ]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-
-
-def backward(model: nn.Module, optimizer: Optimizer) -> Tensor:
-    torch.manual_seed(3)
-    model.zero_grad()
-    loss = model(features().double()).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
+    batches = [features().double()] * 3
+    losses = [
+        take_steps(*pair, batches, lambda model, x: model(x).square().mean())
+        for pair in zip((narrow, wide), optimizers, strict=True)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
 # --- noise
@@ -270,7 +257,9 @@ def test_centred_noise_keeps_the_function(name: str, is_mup: bool):
     grown = Grown(name, ADAMW, is_mup=is_mup, growths=1, noise=noise)
     for model in grown.models:
         model.eval()
-    losses = [[grown.loss(which, index).item() for index in range(4)] for which in (0, 1)]
+    losses = [
+        [cross_entropy(grown.models[which], grown.batches[index]).item() for index in range(4)] for which in (0, 1)
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     noisy = [name for name, constant in grown.reports[0].noise.items() if torch.as_tensor(constant).any()]
     assert noisy

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from nets import take_steps
+from torch import nn
 from torch.optim import Optimizer
 
 import mupscale
@@ -37,14 +38,7 @@ def frozen(model: nn.Module) -> list[str]:
 def train(model: nn.Module, optimizer: Any, steps: int = 5) -> list[float]:
     torch.manual_seed(1)
     x, y = torch.randn(6, 5).double(), torch.randn(6, 3).double()
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss: Tensor = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return take_steps(model, optimizer, [x] * steps, lambda model, x: (model(x) - y).square().mean())
 
 
 def models() -> tuple[Net, Net]:

@@ -6,7 +6,7 @@ from itertools import cycle, pairwise
 
 import pytest
 import torch
-from nets import OPTIMIZERS
+from nets import OPTIMIZERS, take_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -126,23 +126,13 @@ def batches(count: int = 4) -> list[Tensor]:
     return [torch.randint(VOCABULARY, (6, 7)) for _ in range(count)]
 
 
-def step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> float:
-    optimizer.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
-    assert mupscale.clip_grad_norm_(model, 0.05) > 0.05
-    optimizer.step()
-    return loss.item()
-
-
 def drift(kind: type, make_optimizer, widths: tuple[int, ...], *, reload: bool = False, **changed) -> float:
     """The largest relative drift of the loss in 20 steps after the last upscale, in float64 with clipping."""
     torch.manual_seed(0)
     narrow = kind(widths[0]).double()
     runs = [(narrow, make_optimizer(narrow.parameters()))]
     data = batches()
-    for index in range(5):
-        step(*runs[0], data[index % 4])
+    take_steps(*runs[0], [*data, data[0]], loss_of, clip=0.05)
     for before, after in pairwise(widths):
         given = {"roles": getattr(kind, "roles", None), "rescale": kind.units(after / before)} | changed
         method = given.pop("method", None)
@@ -151,16 +141,13 @@ def drift(kind: type, make_optimizer, widths: tuple[int, ...], *, reload: bool =
         runs.append(
             (wide, mupscale.upscale(model, wide, optimizer, hints=mupscale.Hints(**given), method=method).optimizer)
         )
-        for index in range(2):
-            for run in runs:
-                step(*run, data[index])
+        for run in runs:
+            take_steps(*run, data[:2], loss_of, clip=0.05)
     if reload:
         runs[-1] = reloaded(*runs[-1])
-    worst = 0.0
-    for index in range(20):
-        losses = [step(*run, data[index % 4]) for run in runs]
-        worst = max(worst, *(abs(loss / losses[0] - 1) for loss in losses[1:]))
-    return worst
+    first, *others = (take_steps(*run, data * 5, loss_of, clip=0.05) for run in runs)
+    assert all(float(mupscale.clip_grad_norm_(model, 1.0)) == pytest.approx(0.05, rel=1e-3) for model, _ in runs)
+    return max(abs(loss / wanted - 1) for losses in others for loss, wanted in zip(losses, first, strict=True))
 
 
 def reloaded(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -283,17 +270,14 @@ def test_units_of_base_shapes_are_exact_under_mup(optimizer_name: str):
         optimizers.append(mupscale.apply_mup(OPTIMIZERS[optimizer_name](model.parameters()), model))
         attach(model, optimizers[-1])
     data = batches()
-    for index in range(5):
-        step(narrow, optimizers[0], data[index % 4])
+    take_steps(narrow, optimizers[0], [*data, data[0]], loss_of, clip=0.05)
     report = mupscale.upscale(
         narrow, wide, *optimizers, hints=mupscale.Hints(roles=Gemma.roles, rescale=Gemma.units(2))
     )
     assert not any("wide_opt" in note for note in report.notes)
-    for index in range(20):
-        losses = [
-            step(model, optimizer, data[index % 4]) for model, optimizer in zip((narrow, wide), optimizers, strict=True)
-        ]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    pairs = zip((narrow, wide), optimizers, strict=True)
+    losses = [take_steps(*pair, data * 5, loss_of, clip=0.05) for pair in pairs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
 def test_units_that_base_shapes_do_not_have_are_refused():

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from nets import take_steps
 from tiers import slow_except
 from torch import nn
 from torch.nn import functional as F
@@ -57,14 +58,6 @@ def loss(model, batch):
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def trained(model, optimizer, steps=3):
-    for batch in batches(steps):
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
-    return model
-
-
 NEW = "parametrisation"
 CELLS = [(NEW, 0, "AdamW"), (NEW, 1, "SGD"), (NEW, -2, "AdamW"), (NEW, None, "SGD"), ("hook", 1, "AdamW")]
 
@@ -86,7 +79,7 @@ def test_discover_finds_blocks_and_leaves_the_models_alone(api):
         nn.Sequential(norm(nn.Conv1d(3, width, 3)), nn.Flatten(), nn.Tanh(), norm(nn.Linear(6 * width, 2)))
         for width in (4, 8)
     )
-    trained(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
+    take_steps(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1), batches(3), loss)
     names, types = [*dict(narrow.named_parameters())], [type(module) for module in narrow.modules()]
     x = torch.randn(5, 3, 8)
     found = mupscale.discover(narrow, wide, lambda model: model(x))
