@@ -43,12 +43,7 @@ from mupscale.commands.run import RunJournal, RunStart, after_fit
 from mupscale.data_files import LOADER, META, read_yaml
 from mupscale.errors import UserError, one_line
 from mupscale.models._lightning import callbacks_in, is_remote, is_trial_run, name_arguments_apart
-from mupscale.models.base import (
-    Growable,
-    has_own_optimizers,
-    refuse_absolute_rates,
-    refuse_bad_hyperparameters,
-)
+from mupscale.models.base import Growable, has_own_optimizers, refuse_absolute_rates, refuse_bad_hyperparameters
 from mupscale.models.checkpoint import checkpoint_size, refuse_malformed, refuse_malformed_optimizers, run_in
 
 LOGGER = {
@@ -166,7 +161,8 @@ class CLI(LightningCLI):
             except UserError:
                 import_classes()  # a class may be named in a way that `words_in` does not find; the error lists them
                 self.config = parser.parse_args(args)
-        register_strategy(self.config)
+        if configuration.is_sharding(self.config["trainer"]["strategy"]):
+            importlib.import_module("mupscale.models.fsdp2")  # which makes the name known to Lightning
         configuration.refuse_sections(self.config)
         if self.config["callback_args"]:
             # as if the callbacks had these arguments themselves, also in the run's config.yaml
@@ -291,8 +287,8 @@ class CLI(LightningCLI):
         """Runs the command."""
         if self.command == "fit":
             self.before_fit()
-        else:
-            self.start.watch_logs(self.trainer)
+        elif self.trainer.is_global_zero and self.trainer.loggers and self.trainer.log_dir is not None:
+            self.start.leftovers.watch(Path(self.trainer.log_dir))  # a command that is refused leaves no logs behind
         answer = getattr(self.trainer, self.command)(**self.command_arguments())
         if self.command == "fit":
             self.after_fit()
@@ -396,7 +392,8 @@ def opened(
     """
     import_classes(words_in(arguments))
     quieten()
-    dump_enums_as_text()
+    # such as the default of Timer's `interval`
+    yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(str(value.value)))
     texts = {
         "prog": f"python -m mupscale {command}",
         "usage": f"python -m mupscale {command} --config FILE [--config FILE …] [options]",
@@ -479,12 +476,6 @@ def classes_by_module() -> dict[str, list[str]]:
     }
 
 
-def register_strategy(config: Any) -> None:
-    """Makes `trainer.strategy: fsdp2`, which is no name of a class, known to Lightning."""
-    if configuration.is_sharding(config["trainer"]["strategy"]):
-        importlib.import_module("mupscale.models.fsdp2")
-
-
 def short_names(kind: type[Any]) -> set[str]:
     """The names of this project's classes of a kind, which a configuration can use without their import path."""
     ours = (child for child in descendants(kind) if child.__module__.startswith("mupscale."))
@@ -526,11 +517,6 @@ def make_dirpaths_absolute(config: Any) -> None:
         dirpath = arguments.get("dirpath")
         if isinstance(dirpath, str) and not is_remote(dirpath):
             arguments["dirpath"] = os.path.abspath(os.path.expanduser(dirpath))
-
-
-def dump_enums_as_text() -> None:
-    """Lets YAML hold enumerations of text, such as the default of Timer's `interval`."""
-    yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(str(value.value)))
 
 
 def quieten() -> None:

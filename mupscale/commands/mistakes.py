@@ -154,28 +154,22 @@ def line_about(error: BaseException) -> str | None:
         reason = (error.strerror or type(error).__name__).lower()
         return reason if error.filename is None else f"{error.filename}: {reason}"
     is_restoring = RESTORING in map(_module, frames)
-    if not (_is_library(module) or is_restoring) or any(map(_is_users, map(_module, frames[1:]))):
+    modules = [_module(frame) for frame in frames[1:]]
+    is_users = any(not _is_library(each) and each.partition(".")[0] != "mupscale" for each in modules)
+    if is_users or not (_is_library(module) or is_restoring):
         return None
     if isinstance(error, KeyError):
         text = f"there is no {text}"
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]} …"
-    about = "the checkpoint cannot be restored" if is_restoring else _section(module)
+    section = next((section for prefix, section in SECTIONS.items() if module.startswith(prefix)), "")
+    about = "the checkpoint cannot be restored" if is_restoring else section
     said = f"{about}: {text.rstrip('.')}" if about else text.rstrip(".")
     return f"{said} ({type(error).__name__} in {module}; {TRACEBACK}=1 shows where)"
 
 
-def _section(module: str) -> str:
-    """The section of a configuration whose values a module judges."""
-    return next((section for prefix, section in SECTIONS.items() if module.startswith(prefix)), "")
-
-
 def _is_library(module: str) -> bool:
     return module.partition(".")[0] in LIBRARIES
-
-
-def _is_users(module: str) -> bool:
-    return not _is_library(module) and module.partition(".")[0] != "mupscale"
 
 
 def _module(frame: FrameType) -> str:

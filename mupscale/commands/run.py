@@ -40,13 +40,7 @@ from mupscale.commands.checkpoints import (
 )
 from mupscale.commands.config import Config, dump
 from mupscale.commands.mistakes import DiskFull, full_disk
-from mupscale.commands.process import (
-    EXIT_CODE,
-    Terminated,
-    command_line,
-    on_sigterm_in_a_thread,
-    refuse_output_folder,
-)
+from mupscale.commands.process import EXIT_CODE, Terminated, command_line, on_sigterm_in_a_thread, refuse_output_folder
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
     callbacks_in,
@@ -99,11 +93,6 @@ class RunStart:
             policy.run = identity
             self._claim_checkpoints(policy.dirpath, folder)
         return {"id": identity, "folder": str(folder.resolve())}
-
-    def watch_logs(self, trainer: Trainer) -> None:
-        """Of a command that writes nothing but logs: where it is refused, it leaves nothing behind."""
-        if trainer.is_global_zero and trainer.loggers and trainer.log_dir is not None:
-            self.leftovers.watch(Path(trainer.log_dir))
 
     def release(self) -> None:
         for claim in reversed(self._claims):

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from mupscale.base_shapes import apply_mup
 from mupscale.commands.cli import descendants, import_classes, is_abstract
-from mupscale.errors import UserError
+from mupscale.errors import UserError, one_line
 from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
@@ -58,8 +58,7 @@ def module_of(checkpoint: dict[str, Any], model: str | None = None) -> Growable:
         module = kind(**settings | {"init_from": None})
         module.network(*module.size, meta=True)
     except MAKING_ERRORS as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the checkpoint's hyper_parameters do not fit {kind.__name__}: {message}") from error
+        raise UserError(f"the checkpoint's hyper_parameters do not fit {kind.__name__}: {one_line(error)}") from error
     return module
 
 
@@ -73,8 +72,8 @@ def load_weights(module: Growable, net: nn.Module, weights: dict[str, Tensor], *
     try:
         net.load_state_dict(own, assign=assign)
     except RuntimeError as error:
-        message = " ".join(str(error).split())
-        raise UserError(f"the checkpoint's weights are not those of a {type(module).__name__}: {message}") from error
+        name = type(module).__name__
+        raise UserError(f"the checkpoint's weights are not those of a {name}: {one_line(error)}") from error
 
 
 def _loaded_model(class_path: str) -> type[Growable] | None:
@@ -127,9 +126,8 @@ def saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], 
         optimizer = kind(groups)
         optimizer.load_state_dict(state)
     except MAKING_ERRORS as error:
-        message = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"the checkpoint's optimizer state does not make a {kind.__name__}: {message}. "
+            f"the checkpoint's optimizer state does not make a {kind.__name__}: {one_line(error)}. "
             "--no-optimizer leaves its state out"
         ) from error
     if optimizer.state:

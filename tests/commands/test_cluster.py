@@ -15,7 +15,7 @@ from paths import ROOT
 from program_server import Server
 from programs import wait_until
 from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
-from sweeps import starts, unlike
+from sweeps import process_in, starts, unlike
 
 from mupscale.commands.lab import on_ray
 from mupscale.commands.lab.driver import Ending, Job
@@ -50,16 +50,10 @@ def _in_the_folder_of_commands(server: Server, monkeypatch: pytest.MonkeyPatch) 
     Path("hold").unlink(missing_ok=True)  # of a test that failed: its runs must end
 
 
-def process_in(run: Path) -> int:
-    """The process that the lock of a run names; 0 if there is none."""
-    words = (run / "run.lock").read_text().split()
-    return int(words[1]) if words else 0
-
-
 def held(sweep: str, cluster: LocalCluster) -> dict[int, Path]:
     """The runs of two trials that are held at step 30, by the nodes that make them; nothing before that."""
     runs = {path.parent.parent for path in Path(sweep).glob("trials/*/checkpoints/*step=20.ckpt")}
-    return {cluster.node_of(process_in(run)): run for run in runs} if len(runs) == 2 else {}
+    return {cluster.node_of(process_in(run / "run.lock")): run for run in runs} if len(runs) == 2 else {}
 
 
 # --- bad input: one line before anything starts, and nothing written
@@ -176,7 +170,7 @@ def test_the_quickstart_experiment_survives_a_node_and_its_driver(cluster: Local
     driver = server.start(*arguments, "--ray", cluster.address)
     runs = wait_until(lambda: held("o/sweep_1", cluster), server.log)
     assert {*runs} == {0, node}
-    process = process_in(runs[node])
+    process = process_in(runs[node] / "run.lock")
     cluster.kill(node)
     wait_until(lambda: is_dead(process), server.log)
     Path("hold").write_text("upscale")

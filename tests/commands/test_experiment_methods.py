@@ -158,13 +158,6 @@ def test_mistakes_name_their_key(keys: dict[str, Any], message: str) -> None:
         read(Path(file(**keys)), [])
 
 
-def test_a_name_that_is_there_twice_is_refused() -> None:
-    path = Path(file())
-    path.write_text(path.read_text().replace("  diagonal:\n", "  net2net:\n"))
-    with pytest.raises(ValueError, match=r"it has the key methods\.net2net twice, in lines"):
-        read(path, [])
-
-
 @pytest.mark.slow
 def test_methods_that_cannot_grow_the_model_are_refused_before_the_first_run() -> None:
     noisy = {"class_path": "mupscale.methods.HyperCloning", "init_args": {"variant": "noisy"}}

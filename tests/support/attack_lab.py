@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from program_server import WITHOUT_FIGURES, Server
 from programs import wait_until
 from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
 from run_ends import differences, observed
-from sweeps import starts
+from sweeps import process_in, starts
 
 IN_A_ROW = {"driver": 4, "worker": 2, "node": 2}
 """What is killed, and how often in one experiment; the third death of a worker in one run is an error."""
@@ -38,16 +37,6 @@ SPAN = 3.0
 
 OUT = Path("o")
 """The folder of every experiment: its name is in the files that are compared."""
-
-
-@dataclass
-class Case:
-    """An experiment that is killed several times, and what differs at its end."""
-
-    variant: str
-    where: list[str] = field(default_factory=list)
-    """What was done when it was killed."""
-    differences: list[str] = field(default_factory=list)
 
 
 def attack(folder: Path, kind: str, kills: int) -> Iterator[dict[str, Any]]:
@@ -68,13 +57,12 @@ def attack(folder: Path, kind: str, kills: int) -> Iterator[dict[str, Any]]:
                     server.run(*arguments)
                     undisturbed[stack] = OUT.rename(f"undisturbed-{stack}")
                 arguments += ["--workers", "2"] if cluster is None else ["--ray", cluster.address]
-                case = Case(f"{kind}, --stack {stack}")
-                several = min(kills, IN_A_ROW[kind])
-                Attack(server, cluster, case, chance).run(arguments, several)
-                case.differences += unlike(OUT, undisturbed[stack])
+                case = Attack(server, cluster, kind, chance)
+                case.run(arguments, min(kills, IN_A_ROW[kind]))
+                different = case.differences + unlike(OUT, undisturbed[stack])
                 shutil.rmtree(OUT)
                 kills -= len(case.where)
-                yield asdict(case)
+                yield {"variant": f"{kind}, --stack {stack}", "where": case.where, "differences": different}
                 if not kills:
                     break
 
@@ -91,11 +79,13 @@ def write_experiment(path: Path) -> None:
 
 
 class Attack:
-    """The kills of one experiment."""
+    """The kills of one experiment, and what differs at its end."""
 
-    def __init__(self, server: Server, cluster: LocalCluster | None, case: Case, chance: random.Random) -> None:
-        self.server, self.cluster, self.case, self.chance = server, cluster, case, chance
-        self.kind = case.variant.partition(",")[0]
+    def __init__(self, server: Server, cluster: LocalCluster | None, kind: str, chance: random.Random) -> None:
+        self.server, self.cluster, self.kind, self.chance = server, cluster, kind, chance
+        self.where: list[str] = []
+        """What was done when it was killed."""
+        self.differences: list[str] = []
         self.done: dict[Path, tuple[int, list[int]]] = {}
         """When the result of each finished run was written, and where it has begun, by folder."""
         self.begun: list[tuple[Path, int, int]] = []
@@ -106,7 +96,7 @@ class Attack:
             self.cluster.another()
         self.driver = self.server.start(*arguments)
         moments = [RUNS * number // kills for number in range(kills + 1)]
-        while (number := len(self.case.where)) < kills:
+        while (number := len(self.where)) < kills:
             least = self.chance.randrange(*moments[number : number + 2])
             victim = wait_until(lambda least=least: is_dead(self.driver) or self.victim(least), self.server.log)
             time.sleep(self.chance.uniform(0, SPAN))
@@ -140,7 +130,7 @@ class Attack:
         if len(done) < least:
             return None
         for lock in locks:
-            process = number_in(lock)
+            process = process_in(lock)
             if process and not is_dead(process):
                 if self.kind == "driver":
                     return self.driver
@@ -156,10 +146,10 @@ class Attack:
                 self.done.setdefault(run, ((run / "result.json").stat().st_mtime_ns, starts(run)))
             else:
                 self.begun.append((run, len(starts(run)), newest_step(run)))
-        self.case.where.append(f"{len(self.done)} runs done, {len(folders) - len(self.done)} begun")
+        self.where.append(f"{len(self.done)} runs done, {len(folders) - len(self.done)} begun")
 
     def conclude(self, status: int) -> None:
-        found = self.case.differences
+        found = self.differences
         if status:
             found.append(f"the command ends with {status}: {self.server.log.read_text()[-300:]}")
         for run, (when, where) in self.done.items():
@@ -168,15 +158,6 @@ class Attack:
         for run, times, step in self.begun:
             if any(start < step for start in starts(run)[times : times + 1]):
                 found.append(f"{run} began again at step {starts(run)[times]}, with a checkpoint of step {step}")
-
-
-def number_in(lock: Path) -> int:
-    """The process that a lock names; 0 if there is none."""
-    try:
-        words = lock.read_text().split()
-    except FileNotFoundError:
-        return 0
-    return int(words[1]) if words else 0
 
 
 def newest_step(run: Path) -> int:

@@ -51,6 +51,15 @@ def starts(run: Path) -> list[int]:
     return [int(step) for step in re.findall(r"^step (\d+): \w+, width", (run / "log.txt").read_text(), re.MULTILINE)]
 
 
+def process_in(lock: Path) -> int:
+    """The process that a lock names; 0 if there is none."""
+    try:
+        words = lock.read_text().split()
+    except FileNotFoundError:
+        return 0
+    return int(words[1]) if words else 0
+
+
 def values_of(out: Path) -> list[dict[str, str]]:
     """The rows of a sweep's table, without what a clock decides."""
     return [{key: value for key, value in row.items() if key != "seconds"} for row in trials(out)]

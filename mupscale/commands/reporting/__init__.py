@@ -1,21 +1,27 @@
 """A report on runs: one page, its figures, and its numbers."""
 
+import csv
 import json
 import math
+import re
 import shlex
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from mupscale.commands.reporting.draw import draw_figures
-from mupscale.commands.reporting.folders import Found
-from mupscale.commands.reporting.groups import Group, group_runs
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from mupscale.commands.config import brief
+from mupscale.commands.figures import PALETTE
+from mupscale.commands.reporting import words
+from mupscale.commands.reporting.draw import Picture, draw_figures, picture
+from mupscale.commands.reporting.folders import EDGE, Found
+from mupscale.commands.reporting.groups import Group, differing, group_runs
 from mupscale.commands.reporting.methods import Methods, draw_methods
 from mupscale.commands.reporting.midrun import Midrun, draw_midrun
-from mupscale.commands.reporting.page import Picture, render_page
 from mupscale.commands.reporting.reach import Comparison, Numbers
-from mupscale.commands.reporting.words import verdicts
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 from mupscale.text_tables import as_csv
@@ -71,7 +77,7 @@ class Report:
         self.midruns = [Midrun(experiment) for experiment in self.found.of_protocol("midrun")]
         compared = [experiment for experiment in self.found.experiments if experiment.method_of]
         self.methods = [Methods(experiment, self.numbers) for experiment in compared]
-        self.verdicts = verdicts(self.numbers)
+        self.verdicts = words.verdicts(self.numbers)
         """Those on groups, each a list of sentences."""
         self.notes = [*self.found.notes, *self.numbers.notes]
 
@@ -112,10 +118,7 @@ class Report:
         return answer | ({"methods": tables} if tables else {}) | {"runs": numbers.rows}
 
 
-T = TypeVar("T")
-
-
-def numbered(name: str, things: list[T]) -> list[tuple[str, T]]:
+def numbered(name: str, things: list[Any]) -> list[tuple[str, Any]]:
     """Things with names for their files: the name itself if there is one thing, and with numbers if there are more."""
     return [(name if len(things) == 1 else f"{name}_{index}", thing) for index, thing in enumerate(things, 1)]
 
@@ -128,6 +131,46 @@ def title(report: Report) -> str:
         return f"{topic}: {' and '.join(experiment.folder.name for experiment in report.found.experiments)}"
     growths = dict.fromkeys(f"width {group.runs[0].width_range}" for group in groups if group.role == "upscaled")
     return ": ".join(filter(None, [groups[0].runs[0].task, ", ".join(growths)]))
+
+
+# --- the page: one HTML file that needs no other. Its template has the tables and the fixed texts.
+
+LONG_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]{5,}(e-?[0-9]+)?")
+
+
+def render_page(**content: Any) -> str:
+    """The page with what the template asks for."""
+    environment = Environment(
+        loader=PackageLoader("mupscale.commands.reporting", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {name: each for name, each in vars(words).items() if callable(each)}
+    environment.filters |= {"brief": brief, "differing": differing}
+    environment.filters |= {"read_table": read_table, "read_pictures": read_pictures}
+    environment.filters["as_json"] = partial(json.dumps, indent=2, ensure_ascii=False)
+    template = environment.get_template("page.html.jinja")
+    return template.render(content, palette=PALETTE, edge=EDGE).lstrip()
+
+
+def read_pictures(folder: Path, *names: str) -> list[Picture]:
+    """Those of the pictures with these names that are in a folder."""
+    paths = [folder / f"{name}.png" for name in names]
+    return [picture(path, path.stem) for path in paths if path.is_file()]
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, with short numbers; none if there is no file."""
+    if not path.is_file():
+        return []
+    rows = csv.DictReader(path.read_text().splitlines())
+    return [{key: short(cell) for key, cell in row.items()} for row in rows]
+
+
+def short(cell: str) -> str:
+    return f"{float(cell):.5g}" if LONG_DECIMAL.fullmatch(cell) else cell
 
 
 # --- the numbers, as JSON

@@ -1,15 +1,16 @@
-"""The curves of a report: mean curves of runs that differ in their seeds, against steps, FLOPs or a budget."""
+"""The pictures of a report: mean curves of runs that differ in their seeds, against steps, FLOPs or a budget."""
 
+import base64
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from mupscale.commands import figures
 from mupscale.commands.reporting.groups import Group
-from mupscale.commands.reporting.page import Picture, picture
 from mupscale.commands.reporting.reach import Numbers
 from mupscale.commands.reporting.runs import FloatArray, Line, LoggedRun
 from mupscale.commands.reporting.words import capital, metric_name
@@ -22,6 +23,13 @@ AXES: dict[str, tuple[str, Callable[[LoggedRun, FloatArray], FloatArray]]] = {
     "flops": ("training FLOPs", LoggedRun.flops_over),
 }
 """The horizontal axes: their labels, and where a run is on them after steps."""
+
+
+class Picture(NamedTuple):
+    source: str
+    alt: str
+    caption: str = ""
+
 
 CurveOf = Callable[[LoggedRun], Line]
 """Gives the steps and values of a run's curve."""
@@ -50,6 +58,12 @@ def draw_bands(
     """A picture of the bands that there are, with its caption; none if there are none."""
     lines = [band for band in bands if band is not None]
     return [picture(figures.bands(path, lines, x_label, y_label)[0], title, more)] if lines else []
+
+
+def picture(path: Path, title: str, more: str | None = None) -> Picture:
+    """A picture with the caption `title` and `more`; without a caption if that is None."""
+    source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return Picture(source, title, "" if more is None else f"{capital(title)}{more}.")
 
 
 # --- mean curves

@@ -11,10 +11,9 @@ import numpy as np
 from mupscale.commands import figures
 from mupscale.commands.config import class_name, labels
 from mupscale.commands.reporting.compare import Losses, compare, compare_best, mean_of, rank, spread
-from mupscale.commands.reporting.draw import AXES, draw_bands, mean_band, without_range
+from mupscale.commands.reporting.draw import AXES, Picture, draw_bands, mean_band, picture, without_range
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.groups import PLACES, Group
-from mupscale.commands.reporting.page import Picture, picture
 from mupscale.commands.reporting.reach import Numbers
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.words import capital, count, ranged, teraflops, times

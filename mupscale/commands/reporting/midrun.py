@@ -10,9 +10,8 @@ from typing import Any
 from mupscale.commands.config import read_json
 from mupscale.commands.figures import Band
 from mupscale.commands.reporting.compare import Difference, Losses, Spread, compare, compare_best, rank, spread
-from mupscale.commands.reporting.draw import band_of, draw_bands, without_range
+from mupscale.commands.reporting.draw import Picture, band_of, draw_bands, without_range
 from mupscale.commands.reporting.folders import ExperimentFolder
-from mupscale.commands.reporting.page import Picture
 from mupscale.commands.reporting.reach import FEWEST, SHARE, trailing_means
 from mupscale.commands.reporting.runs import Line, LoggedRun
 from mupscale.commands.reporting.words import capital, ranged_losses
