@@ -111,8 +111,8 @@ class Ladder:
     """A start exists already: points of growth are its tokens per parameter, and budgets do not include it."""
 
     def flops(self, size: Size) -> int:
-        """FLOPs of a step: 6N + 12 · layers · width · context a token. N counts the token table once, as the readout it
-        is tied to, and not the position table."""
+        """FLOPs of a step: 6N + 12 · layers · width · context a token. N counts the readout, but not the tables of
+        tokens and positions, since looking up costs nothing."""
         matrices = self.parameters(size) - (self.vocabulary + self.context) * size.width
         return self.rows * self.context * (6 * matrices + 12 * size.layers * size.width * self.context)
 
