@@ -1,6 +1,5 @@
 """Bad input of `upscale`: collections of it, and the check that it is refused before anything is written."""
 
-import copy
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 import mupscale
+from mupscale.widening.stepping import records_of
 
 Input = tuple[nn.Module, nn.Module, dict[str, Any]]
 """The narrow model, the wide one, and the further arguments of `upscale`."""
@@ -53,8 +53,7 @@ def snapshot(*things: nn.Module | Optimizer) -> list[Any]:
 
 def _model(model: nn.Module) -> list[Any]:
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    tables = [copy.deepcopy(module.__dict__.get("_mupscale_table")) for module in model.modules()]
-    return [(name, id(t), _bits(t), _bits(t.grad)) for name, t in tensors] + tables
+    return [(name, id(t), _bits(t), _bits(t.grad)) for name, t in tensors] + [records_of(model)]
 
 
 def _optimizer(optimizer: Optimizer) -> list[Any]:

@@ -164,7 +164,7 @@ def pieces() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("build", "fragments"),
     [
-        (two_layers(Net2Net()), ("Sequential does not declare which axes hold the same units", "width_groups")),
+        (two_layers(Net2Net()), ("Net2Net: Sequential does not declare which axes hold the same", "width_groups")),
         (two_layers(Net2Net(groups={"hidden": {"fc": 0}})), ("'fc' of the group 'hidden' matches no parameter",)),
         (two_layers(Net2Net(groups={"hidden": {"0.weight": 5}})), ("'0.weight' of the group 'hidden' has no axis 5",)),
         (

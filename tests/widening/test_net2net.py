@@ -9,7 +9,6 @@ from nets import features, gpt2, mup, train
 from torch import Tensor, nn
 
 import mupscale
-from mupscale.errors import UserError
 from mupscale.methods import AKI, FPI, Net2Net
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
@@ -82,12 +81,3 @@ def test_a_model_without_a_next_layer(build: Callable[[int], nn.Module]):
         lambda: (build(8), build(16), {"method": AKI()}),
         (f"AKI: no layer of {named} has a next one of the same shape", "Use FPI"),
     )
-
-
-def test_aki_needs_groups():
-    with pytest.raises(UserError, match="AKI: Sequential does not declare which axes hold the same units"):
-        mupscale.upscale(
-            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
-            nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)),
-            method=AKI(),
-        )

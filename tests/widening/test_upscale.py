@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mup_optimizers import MuAdamW
-from nets import (
-    assert_same,
-    features,
-    mlp,
-    mup,
-    named_state,
-    tokens,
-    train,
-)
+from nets import assert_same, features, mlp, mup, named_state, tokens, train
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,9 +161,6 @@ def test_pieces_are_written_without_a_temporary_of_the_same_size(monkeypatch: py
     assert torch.equal(target, torch.cat([rows, rows], 1))
 
 
-# --- one upscale after another
-
-
 # --- the same width, seeds, what is printed
 
 
@@ -188,7 +177,7 @@ def test_at_equal_widths_it_is_a_copy(build):
     assert {entry.scale for entry in report.plan.parameters.values()} == {(1, 1, 1, 1)}
 
 
-# --- precision
+# --- recurrent layers, and noise that waits
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
