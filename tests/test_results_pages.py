@@ -135,16 +135,22 @@ METHODS = {
     "hypercloning-diagonal": "HyperCloning, diagonal", "lemon": "LEMON", "ligo": "LiGO", "net2net": "Net2Net",
     "shrink-and-pad": "shrink and pad", "zero-padding": "zero padding",
 }  # fmt: skip
-COSTS = {  # FLOPs from scratch, and of the base
-    "methods_mlp": (12_258_000 * 2000 * 18_560, 725_928e9 * 80 / 500),
-    "methods_mlp_4x": (11_255.712e12 * 80 / 500, 725_928e9 * 80 / 500),
-    "methods_gpt2": (19_791.209299e12, 6_184.752906e12),
-}
+WIDTH_1000 = 12_258_000 * 2000 * 18_560
+"""FLOPs of the MLP of width 1000 from scratch, which no file holds: those of a row, batch and steps."""
+
+
+def method_costs(name: str) -> tuple[float, float]:
+    """FLOPs from scratch and of the base. The paper's MLP has runs of 500 epochs, the methods have 80."""
+    runs, share = read_rows("gpt2/summary.csv" if name == "methods_gpt2" else "mlp_adamw/summary.csv"), 80 / 500
+    base, scratch = (mean(take(runs, "flops", group=group)) for group in GROUPS[:2])
+    if name == "methods_gpt2":
+        return scratch, base
+    return WIDTH_1000 if name == "methods_mlp" else scratch * share, base * share
 
 
 def method_rows(name: str) -> list[str]:
     rows, digits = [], 3 if name == "methods_gpt2" else 4
-    scratch, base = COSTS[name]
+    scratch, base = method_costs(name)
     for method, group in groupby(read_rows(f"{name}/methods.csv"), lambda row: row["method"]):
         runs = list(group)
         tuned = ", ".join(runs[0][key] for key in ("model.optimizer.lr", "UpscaleCallback.noise.std"))
@@ -221,7 +227,7 @@ PAGES: dict[str, tuple[Callable[[], list[str]], ...]] = {
         lambda: upscale_rows()[9:], midrun_gpt2_rows, midrun_mlp_rows,
         midrun_decay_rows,
     ),
-    "methods": tuple(lambda name=name: method_rows(name) for name in COSTS),
+    "methods": tuple(lambda name=name: method_rows(name) for name in ("methods_mlp", "methods_mlp_4x", "methods_gpt2")),
     "transfer": (transfer_rows,),
 }  # fmt: skip
 
