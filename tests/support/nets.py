@@ -1,5 +1,6 @@
 """Small networks, muP or not, a few training steps on them, and all of their state by name."""
 
+import copy
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -68,6 +69,14 @@ def take_steps(
         optimizer.step()
         losses.append(value.item())
     return losses
+
+
+def added_noise(narrow: nn.Module, wide: nn.Module, noise: Any, **settings: Any) -> dict[str, Tensor]:
+    """The noise itself: an upscale with it minus one without."""
+    clean = copy.deepcopy(wide)
+    mupscale.upscale(narrow, wide, noise=noise, **settings)
+    mupscale.upscale(narrow, clean, **settings)
+    return {name: (p.detach().double() - clean.get_parameter(name).detach()) for name, p in wide.named_parameters()}
 
 
 OPTIMIZERS = {

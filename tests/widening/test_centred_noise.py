@@ -10,6 +10,7 @@ import pytest
 import torch
 from architectures import CASES, Case, cross_entropy
 from bad_input import assert_refused, linear
+from nets import added_noise
 from torch import Tensor, nn
 
 import mupscale
@@ -46,14 +47,6 @@ def drift(narrow: nn.Module, wide: nn.Module, inputs: Tensor) -> float:
     with torch.no_grad():
         before, after = narrow(inputs), wide(inputs)
     return float((after - before).abs().max() / before.abs().max())
-
-
-def added(narrow: nn.Module, wide: nn.Module, noise: Noise, **settings: Any) -> dict[str, Tensor]:
-    """The noise itself: an upscale with it minus one without."""
-    clean = copy.deepcopy(wide)
-    mupscale.upscale(narrow, wide, noise=noise, **settings)
-    mupscale.upscale(narrow, clean, **settings)
-    return {name: (p - clean.get_parameter(name)).detach() for name, p in wide.named_parameters()}
 
 
 # --- the function stays
@@ -143,7 +136,7 @@ class TiedTwice(nn.Module):
 def test_further_layers(kind: Callable[[int], nn.Module], expected: list[str]):
     torch.manual_seed(0)
     narrow, wide = (mupscale.set_base_shapes(kind(n).double(), kind(2), kind(4)) for n in (4, 8))
-    noise = added(narrow, wide, mupscale.AdditiveNoise(0.5, centred=True))
+    noise = added_noise(narrow, wide, mupscale.AdditiveNoise(0.5, centred=True))
     assert [name for name in noise if noise[name].any()] == expected
     assert drift(narrow, wide, torch.randn(6, 5, 3).double()) <= 1e-13
 
@@ -156,7 +149,7 @@ def test_which_weights_of_gpt2_get_noise(tied: bool):
         return GPT2Net(width, layers=1, heads=2, vocabulary=30, context=11, tied=tied).double()
 
     narrow, wide = (mupscale.set_base_shapes(build(width), build(4), build(8), init="constant") for width in (8, 16))
-    noise = added(narrow, wide, mupscale.AdditiveNoise(0.5, centred=True))
+    noise = added_noise(narrow, wide, mupscale.AdditiveNoise(0.5, centred=True))
     block = [f"blocks.0.{name}.weight" for name in ("attention.qkv", "attention.project", "mlp.0", "mlp.2")]
     assert [name for name in noise if noise[name].any()] == [*block, *([] if tied else ["head.readout.weight"])]
 
@@ -168,7 +161,7 @@ def test_which_weights_of_gpt2_get_noise(tied: bool):
 def test_std_is_meant_after_centring(factor: int):
     torch.manual_seed(0)
     narrow, wide = (MLPNet(10, (n, n), 7, readout_zero_init=False).double() for n in (60, 60 * factor))
-    noise = added(narrow, wide, mupscale.AdditiveNoise(0.3, centred=True))
+    noise = added_noise(narrow, wide, mupscale.AdditiveNoise(0.3, centred=True))
     expected = {"layers.1.weight": 0.3 / math.sqrt(60 * factor), "readout.weight": 0.3}
     for name, std in expected.items():
         independent = noise[name].numel() * (1 - 1 / factor)
@@ -194,9 +187,6 @@ def test_centring_follows_the_layout():
     centre_(both, [rows, columns], [0, 1])
     assert (duplicate(torch.ones(2).double(), [rows]) @ both @ inputs).abs() <= 1e-14
     torch.testing.assert_close(both[0, 0], (draw[0, 0] - draw[:2, [0, 2, 4]].mean()) / math.sqrt(5 / 6))
-
-
-# --- the copies part
 
 
 # --- the same noise again

@@ -10,6 +10,7 @@ import pytest
 import torch
 from architectures import CASES, ConvNet
 from bad_input import assert_refused, linear, snapshot
+from nets import added_noise
 from torch import nn
 
 import mupscale
@@ -20,15 +21,6 @@ from mupscale.models.resnet import ResNet18Net
 from mupscale.spectral import spectral_norms
 
 
-def added(narrow: nn.Module, wide_twice: tuple[nn.Module, nn.Module], noise, **settings) -> dict[str, torch.Tensor]:
-    """The noise itself: an upscale with it minus one without."""
-    noisy, clean = wide_twice
-    mupscale.upscale(narrow, noisy, noise=noise, **settings)
-    mupscale.upscale(narrow, clean)
-    with_noise, without = dict(noisy.named_parameters()), dict(clean.named_parameters())
-    return {name: (with_noise[name] - without[name]).detach().double() for name in with_noise}
-
-
 def assert_std(sample: torch.Tensor, std: float) -> None:
     """Within 3 standard errors; those of a normal sample's std and mean are std / sqrt(2n) and std / sqrt(n)."""
     n = sample.numel()
@@ -37,12 +29,8 @@ def assert_std(sample: torch.Tensor, std: float) -> None:
 
 
 def test_std_per_role_mlp():
-    narrow = MLPNet(10, (40, 60, 30), 7, readout_zero_init=False)
-    noise = added(
-        narrow,
-        tuple(MLPNet(10, (80, 180, 120), 7, readout_zero_init=False) for _ in range(2)),
-        mupscale.AdditiveNoise(0.3),
-    )
+    models = (MLPNet(10, widths, 7, readout_zero_init=False) for widths in ((40, 60, 30), (80, 180, 120)))
+    noise = added_noise(*models, mupscale.AdditiveNoise(0.3))
     assert_std(noise["layers.0.weight"], 0.3)
     assert_std(noise["layers.1.weight"], 0.3 / math.sqrt(80))
     assert_std(noise["layers.2.weight"], 0.3 / math.sqrt(180))
@@ -51,7 +39,7 @@ def test_std_per_role_mlp():
 
 
 def test_std_per_role_resnet_counts_channels_not_kernel_positions():
-    noise = added(ResNet18Net(8, 5), (ResNet18Net(16, 5), ResNet18Net(16, 5)), mupscale.AdditiveNoise(0.2))
+    noise = added_noise(ResNet18Net(8, 5), ResNet18Net(16, 5), mupscale.AdditiveNoise(0.2))
     assert_std(noise["stem.0.weight"], 0.2)
     assert_std(noise["stages.0.first.conv1.weight"], 0.2 / math.sqrt(16))
     assert_std(noise["stages.3.rest.0.conv2.weight"], 0.2 / math.sqrt(128))
@@ -63,8 +51,8 @@ def test_std_per_role_gpt2_embeddings_do_not_grow_with_width():
     def build(width: int) -> nn.Module:
         return GPT2Net(width, layers=1, heads=2, vocabulary=50, context=20)
 
-    narrow, *wides = (mupscale.set_base_shapes(build(w), build(8), build(16), init="constant") for w in (16, 64, 64))
-    noise = added(narrow, tuple(wides), mupscale.AdditiveNoise(0.1))
+    models = (mupscale.set_base_shapes(build(w), build(8), build(16), init="constant") for w in (16, 64))
+    noise = added_noise(*models, mupscale.AdditiveNoise(0.1))
     assert_std(noise["wte.weight"], 0.1)
     assert_std(noise["wpe.weight"], 0.1)
     assert_std(noise["blocks.0.attention.qkv.weight"], 0.1 / math.sqrt(64))
@@ -93,14 +81,14 @@ def test_noise_on_a_plain_readout_with_base_shapes_acts_as_on_a_muP_readout(widt
 @pytest.mark.parametrize("noise", [mupscale.AdditiveNoise(0.3), mupscale.SignalNoise(0.3)], ids=["std", "t"])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_the_padding_row_of_an_embedding_gets_no_noise(kind: type[nn.Module], noise: mupscale.AdditiveNoise):
-    narrow, *wides = (kind(200, width, padding_idx=-198) for width in (8, 16, 16))
-    drawn = added(narrow, tuple(wides), noise)["weight"]
+    narrow, wide = (kind(200, width, padding_idx=-198) for width in (8, 16))
+    drawn = added_noise(narrow, wide, noise)["weight"]
     assert torch.equal(drawn.abs().sum(1) == 0, torch.arange(200) == 2)
     if isinstance(noise, mupscale.AdditiveNoise):
         assert_std(drawn[torch.arange(200) != 2], 0.3)
     else:
         with torch.no_grad():
-            signal = spectral_norms((wides[0].weight.double() - drawn)[None])
+            signal = spectral_norms((wide.weight.double() - drawn)[None])
         torch.testing.assert_close(spectral_norms(drawn[None]), 0.3 * signal)
 
 
@@ -110,8 +98,8 @@ def test_the_padding_row_of_a_tied_embedding_gets_noise_because_the_readout_trai
         net[1].weight = net[0].weight
         return net
 
-    narrow, *wides = (mupscale.set_base_shapes(build(width), build(8), build(16)) for width in (8, 16, 16))
-    drawn = added(narrow, tuple(wides), mupscale.AdditiveNoise(0.3))["0.weight"]
+    models = (mupscale.set_base_shapes(build(width), build(8), build(16)) for width in (8, 16))
+    drawn = added_noise(*models, mupscale.AdditiveNoise(0.3))["0.weight"]
     assert (drawn.abs().sum(1) > 0).all()
 
 
@@ -136,19 +124,17 @@ def test_signal_noise_on_complex_weights(dtype: torch.dtype, centred: bool):
 
 
 def test_the_muP_table_tells_a_matrix_from_a_readout_when_one_side_does_not_grow():
-    build = [
-        mupscale.set_base_shapes(MLPNet(4, h, 3), MLPNet(4, (2, 2), 3), MLPNet(4, (4, 4), 3))
-        for h in ((40, 60), (80, 60), (80, 60))
-    ]
-    noise = added(build[0], (build[1], build[2]), mupscale.AdditiveNoise(1.0))
+    models = (
+        mupscale.set_base_shapes(*(MLPNet(4, widths, 3) for widths in (hidden, (2, 2), (4, 4))))
+        for hidden in ((40, 60), (80, 60))
+    )
+    noise = added_noise(*models, mupscale.AdditiveNoise(1.0))
     assert_std(noise["layers.1.weight"], 1 / math.sqrt(80))
 
 
 def test_where_overrides_the_rule():
-    noise = added(
-        MLPNet(10, (8, 8), 5), (MLPNet(10, (64, 64), 5), MLPNet(10, (64, 64), 5)),
-        mupscale.AdditiveNoise(0.5, where={"*.bias": True, "readout.*": True, "layers.0.*": False}),
-    )  # fmt: skip
+    where = {"*.bias": True, "readout.*": True, "layers.0.*": False}
+    noise = added_noise(MLPNet(10, (8, 8), 5), MLPNet(10, (64, 64), 5), mupscale.AdditiveNoise(0.5, where=where))
     assert_std(noise["readout.weight"], 0.5)
     assert_std(noise["layers.1.bias"], 0.5)
     assert not noise["layers.0.weight"].any()
@@ -176,7 +162,7 @@ def test_zero_noise_and_none_are_the_same_and_seeds_decide():
 
 def test_signal_noise_is_a_fraction_of_the_signal_per_kernel_position():
     torch.manual_seed(0)
-    narrow, wide, clean = ResNet18Net(8, 5), ResNet18Net(24, 5), ResNet18Net(24, 5)
+    narrow, wide, clean = (ResNet18Net(width, 5) for width in (8, 24, 24))
     report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.25))
     mupscale.upscale(narrow, clean)
     for name in ("stem.0.weight", "stages.0.first.conv1.weight", "stages.1.first.shortcut.0.weight"):
@@ -211,18 +197,15 @@ def test_recorded_constants_reproduce_and_transfer(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), again.parameters(), strict=True))
     assert repeated.noise == report.noise
 
-    larger = [ConvNet(16), ConvNet(16)]
-    noise = added(ConvNet(8), tuple(larger), mupscale.RecordedNoise(tmp_path / "noise.json"))
+    noise = added_noise(ConvNet(8), ConvNet(16), mupscale.RecordedNoise(tmp_path / "noise.json"))
     for i in range(2):
         for j in range(2):  # σ̄ of each kernel position at N_in^-1/2 of the target width
             assert_std(noise["up.weight"][:, :, i, j], report.noise["up.weight"][i][j] / math.sqrt(16))
 
 
 def test_noise_in_half_precision_is_added_before_rounding():
-    narrow, wide, clean = (MLPNet(4, (n, n), 3).bfloat16() for n in (32, 64, 64))
-    mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.5))
-    mupscale.upscale(narrow, clean)
-    noise = (wide.layers[1].weight.float() - clean.layers[1].weight.float()).detach()
+    narrow, wide = (MLPNet(4, (n, n), 3).bfloat16() for n in (32, 64))
+    noise = added_noise(narrow, wide, mupscale.AdditiveNoise(0.5))["layers.1.weight"]
     assert noise.std().item() == pytest.approx(0.5 / 8, rel=0.05)
     assert spectral_norms(wide.layers[1].weight[None]).dtype == torch.float64
 
