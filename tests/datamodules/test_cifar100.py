@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from by_position import check_positions
 from programs import start_fork, wait_for_fork
-from stand_ins import names, serving, trainer_stub
+from stand_ins import image_arrays, names, serving, trainer_stub
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.datasets import CIFAR100 as Published
@@ -31,7 +30,7 @@ from mupscale.datamodules.cifar100 import (
     read,
     unpack,
 )
-from mupscale.datamodules.resident import ResidentLoader, joint_batch
+from mupscale.datamodules.resident import joint_batch
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings(  # torchvision, on Python 3.12
@@ -44,14 +43,8 @@ Arrays = dict[str, np.ndarray]
 
 @pytest.fixture(scope="module")
 def arrays() -> Arrays:
-    """Noise, darker and of less contrast in the test images; no two pixels in a place are likely to be equal."""
-    draw = np.random.default_rng(0)
-    return {
-        "x_train": draw.integers(0, 256, (TRAIN, 32, 32, 3), dtype=np.uint8),
-        "y_train": draw.integers(0, 100, TRAIN, dtype=np.uint8),
-        "x_test": draw.integers(0, 100, (TEST, 32, 32, 3), dtype=np.uint8),
-        "y_test": draw.integers(0, 100, TEST, dtype=np.uint8),
-    }
+    """No two pixels in a place are likely to be equal."""
+    return image_arrays(TRAIN, TEST)
 
 
 @pytest.fixture(scope="module")
@@ -177,28 +170,6 @@ def test_a_training_batch_is_eight_kernels(folder: str):
     with Kernels() as kernels:
         next(batches)
     assert len(kernels.launched) <= 8, kernels.launched
-
-
-# ---- the trainer's device and ranks
-
-
-def ranked(folder: str, rank: int, ranks: int) -> CIFAR100:
-    data = CIFAR100(folder, BATCH)
-    data.trainer = trainer_stub(distributed_sampler_kwargs={"rank": rank, "num_replicas": ranks})
-    data.setup()
-    return data
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_all_ranks_together_see_the_batches_of_one(folder: str, ranks: int):
-    modules = [ranked(folder, rank, ranks) for rank in range(ranks)]
-    for part, batches in (("train_dataloader", 4), ("val_dataloader", 2)):
-        whole = epoch(getattr(module(folder), part)())
-        shares = [epoch(getattr(data, part)()) for data in modules]
-        assert len(whole) == batches
-        for batch, *parts in zip(whole, *shares, strict=True):
-            for wanted, *pieces in zip(batch, *parts, strict=True):
-                assert torch.equal(torch.cat(pieces), wanted)
 
 
 # ---- the published archive
@@ -413,17 +384,6 @@ def test_a_gpu_gives_the_same_batches_and_can_capture_them(folder: str):
     flips[::2] = True
     graph.replay()
     assert torch.equal(captured, augment(images, rows, tops, lefts, flips, loader.table))
-
-
-@pytest.mark.parametrize(("draw", "follows_seed"), [("train", True), ("val", False), ("predict", False)])
-def test_by_position_batches_are_those_of_iteration(folder: str, draw: str, follows_seed: bool):
-    data = module(folder)
-
-    def make(seed: int) -> ResidentLoader:
-        return getattr(module(folder, seed=seed), f"{draw}_dataloader")()
-
-    check_positions(make, follows_seed=follows_seed)
-    assert getattr(data, f"{draw}_dataloader")().order == make(0).order
 
 
 def test_joint_batches_keep_the_layout_of_images(folder: str):

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from by_position import assert_same
+from lightning.pytorch import seed_everything
 from stand_ins import names, serving, trainer_stub
 from torch import Tensor
 
 from mupscale.datamodules import covertype
 from mupscale.datamodules.covertype import SAMPLE, Covertype, stratified
+from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
 
 
@@ -87,6 +90,18 @@ def test_a_fifth_is_rounded_up(tmp_path: Path, sample):
     assert (len(data.train_dataloader()), len(data.val_dataloader())) == (5993, 1499)
 
 
+def test_the_split_follows_the_seed_of_the_data_alone():
+    seed_everything(5, verbose=False)
+    default, zero, five = Covertype(), Covertype(seed=0), Covertype(seed=5)
+    for data in (default, zero, five):
+        data.setup()
+    held_out = [rows(data.val_dataloader())[0] for data in (default, zero, five)]
+    assert torch.equal(held_out[0], held_out[1])
+    assert not torch.equal(held_out[0], held_out[2])
+    order = default.train_dataloader()
+    assert_same(order.batch_at(0, 0), ResidentLoader(order.tensors, 2000, shuffle=True, seed=5).batch_at(0, 0))
+
+
 # ---- values
 
 
@@ -111,18 +126,6 @@ def test_evaluation_sees_every_held_out_row_once(data: Covertype):
     assert len(validation[1]) == 1500
     assert torch.equal(validation[0], test[0])
     assert torch.equal(validation[0], torch.cat(list(data.predict_dataloader())))
-
-
-# ---- the trainer's device and ranks
-
-
-def test_overfitting_sees_the_same_batches_every_epoch(data: Covertype):
-    overfit = Covertype()
-    overfit.trainer = trainer_stub(overfit_batches=1)
-    overfit.setup()
-    for module, same in ((overfit, True), (data, False)):
-        loader = module.train_dataloader()
-        assert torch.equal(next(iter(loader))[0], next(iter(loader))[0]) is same
 
 
 # ---- files of the user's

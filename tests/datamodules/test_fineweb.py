@@ -1,8 +1,5 @@
-"""Rows of tokens: windows in order or anywhere, mapped or resident, the same for any number of ranks, resumable at any
-batch.
-"""
+"""Rows of tokens: windows in order or anywhere, mapped or resident."""
 
-import json
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from by_position import check_positions
+from stand_ins import trainer_stub
 
 from mupscale.datamodules.fineweb import JARGON, FineWeb, WindowLoader
 from mupscale.datamodules.token_writer import TokenWriter
@@ -18,7 +15,6 @@ from mupscale.errors import UserError
 
 CONTEXT, BATCH = 7, 4
 TOKENS = {"train": 211, "val": 100}  # 30 windows of seven targets each, and 14 with one token over
-CPU = torch.device("cpu")
 
 
 def write_folder(folder: Path, sizes: dict[str, int] = TOKENS, file_tokens: int = 40) -> str:
@@ -108,63 +104,6 @@ def test_the_crops_of_a_seed_stay_what_they_are(folder: str):
     assert starts(module(folder, seed=3).train_dataloader())[0] == [163, 145, 31, 133]
 
 
-# ---- ranks, and Lightning's way with loaders
-
-
-def trainer_stub(rank: int = 0, ranks: int = 1, **options) -> SimpleNamespace:
-    return SimpleNamespace(
-        strategy=SimpleNamespace(
-            root_device=CPU, broadcast=lambda value: value, reduce_boolean_decision=lambda decision, all: decision
-        ),
-        distributed_sampler_kwargs={"rank": rank, "num_replicas": ranks},
-        lightning_module=SimpleNamespace(hparams=options.pop("hparams", {})),
-        overfit_batches=options.pop("overfit_batches", 0),
-    )
-
-
-def attached(folder: str, stub: SimpleNamespace, **options) -> FineWeb:
-    data = FineWeb(folder, **{"batch_size": BATCH, "context": CONTEXT, **options})
-    data.trainer = stub
-    data.setup("fit")
-    return data
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("order", ["random", "sequential"])
-def test_all_ranks_together_see_the_batches_of_one(folder: str, ranks: int, order: str, resident: bool):
-    alone = module(folder, order=order).train_dataloader()
-    shares = [
-        attached(folder, trainer_stub(rank, ranks), order=order, resident=resident).train_dataloader()
-        for rank in range(ranks)
-    ]
-    for _ in range(2):
-        whole, parts = starts(alone), [starts(share) for share in shares]
-        assert [list(chain(*batch)) for batch in zip(*parts, strict=True)] == whole
-        assert {len(batch) for part in parts for batch in part} == {BATCH // ranks}
-
-
-def test_overfitting_sees_the_same_rows_every_epoch(folder: str):
-    data = attached(folder, trainer_stub(overfit_batches=1))
-    assert starts(data.train_dataloader()) == starts(data.train_dataloader())
-    assert starts(data.train_dataloader())[0] == [0, 7, 14, 21]
-
-
-@pytest.mark.parametrize("seen", [0, 7, 10])
-@pytest.mark.parametrize("order", ["random", "sequential"])
-def test_a_resumed_loader_yields_the_very_next_batch(folder: str, seen: int, order: str, resident: bool):
-    straight = module(folder, order=order).train_dataloader()
-    expected = [*starts(straight), *starts(straight), *starts(straight)]
-    interrupted, drawn = module(folder, order=order).train_dataloader(), 0
-    while drawn < seen:
-        for _batch in interrupted:
-            drawn += 1
-            if drawn == seen:
-                break
-    resumed = module(folder, order=order, resident=resident).train_dataloader()
-    resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
-    assert [*starts(resumed), *starts(resumed), *starts(resumed)][: 21 - seen] == expected[seen:]
-
-
 @pytest.mark.parametrize(
     ("other", "named"),
     [
@@ -190,13 +129,18 @@ def test_a_state_of_other_tokens_is_refused(folder: str, tmp_path: Path):
 
 
 def test_the_model_must_know_the_vocabulary_and_the_positions(folder: str):
+    def attach(**hparams: int) -> None:
+        data = FineWeb(folder, BATCH, CONTEXT)
+        data.trainer = trainer_stub(lightning_module=SimpleNamespace(hparams=hparams))
+        data.setup("fit")
+
     with pytest.raises(
         UserError, match=r"train/00005\.ds has the token 60210 at place 10, beyond model\.vocabulary = 50304: set"
     ):
-        attached(folder, trainer_stub(hparams={"vocabulary": 50304}))
+        attach(vocabulary=50304)
     with pytest.raises(ValueError, match=r"data\.context = 7: the model has model\.context = 6 positions"):
-        attached(folder, trainer_stub(hparams={"vocabulary": 65536, "context": 6}))
-    attached(folder, trainer_stub(hparams={"vocabulary": 65536, "context": 7, "width": 8}))
+        attach(vocabulary=65536, context=6)
+    attach(vocabulary=65536, context=7, width=8)
 
 
 @pytest.mark.parametrize("context", [100, 101, 5000, 0, -1])
@@ -216,19 +160,3 @@ def test_the_sample_is_found_where_it_is_installed():
     data.setup()
     assert (len(data.train_dataloader()), len(data.val_dataloader())) == (11, 1)
     assert JARGON.name == "jargon"
-
-
-@pytest.mark.parametrize(
-    ("order", "draw", "follows_seed"),
-    [("random", "train", True), ("sequential", "train", False), ("random", "val", False), ("random", "predict", False)],
-)
-def test_by_position_batches_are_those_of_iteration(
-    folder: str, resident: bool, order: str, draw: str, follows_seed: bool
-):
-    data = module(folder, order=order, resident=resident)
-
-    def make(seed: int) -> WindowLoader:
-        return getattr(module(folder, order=order, resident=resident, seed=seed), f"{draw}_dataloader")()
-
-    check_positions(make, follows_seed=follows_seed)
-    assert getattr(data, f"{draw}_dataloader")().order == make(0).order

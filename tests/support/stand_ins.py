@@ -8,15 +8,34 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def trainer_stub(device: str = "cpu", **options: Any) -> SimpleNamespace:
     """What a data module asks a trainer for, on any device and as any rank."""
-    strategy = SimpleNamespace(root_device=torch.device(device))
+    strategy = SimpleNamespace(
+        root_device=torch.device(device),
+        broadcast=lambda value: value,
+        reduce_boolean_decision=lambda decision, all: decision,
+    )
     return SimpleNamespace(
         **{"strategy": strategy, "distributed_sampler_kwargs": None, "overfit_batches": 0, **options}
     )
+
+
+def image_arrays(train: int = 70, test: int = 20) -> dict[str, np.ndarray]:
+    """Noise in the form of CIFAR-100, darker and of less contrast in the test images."""
+    draw = np.random.default_rng(0)
+    arrays = {}
+    for part, count, brightest in (("train", train, 256), ("test", test, 100)):
+        arrays[f"x_{part}"] = draw.integers(0, brightest, (count, 32, 32, 3), dtype=np.uint8)
+        arrays[f"y_{part}"] = draw.integers(0, 100, count, dtype=np.uint8)
+    return arrays
+
+
+def write_cifar100(folder: Path) -> None:
+    np.savez(folder / "cifar100.npz", **image_arrays())  # type: ignore[arg-type]
 
 
 def names(folder: Path) -> list[str]:
