@@ -141,12 +141,7 @@ def _init_factor(use: Use, sides: tuple[Side, ...], init: Init) -> float:
     """The factor that gives a parameter, initialised according to `init`, its muP standard deviation."""
     _, before, after, attribute = use.owners[0]
     kind = modules.kind_of(before, attribute, use.narrow)
-    grown = (
-        wide / narrow
-        for narrow, wide, side in zip(use.narrow_shape, use.wide_shape, sides, strict=True)
-        if side == "in"
-    )
-    fan_growth = math.prod(grown)
+    fan_growth = math.prod(wide / narrow for (narrow, wide), side in zip(use.sizes, sides, strict=True) if side == "in")
     # a readout without a multiplier carries the 1/width in its weights, whatever its kind
     is_scaled = kind == "weight" or "out" not in sides
     wanted = table.std(sides, fan_growth) if is_scaled else 1.0

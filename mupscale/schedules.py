@@ -58,13 +58,10 @@ class WarmupStableDecay(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:
-        factor = warmed_up(self.last_epoch, self.warmup) * self._decayed()
+        factor = warmed_up(self.last_epoch, self.warmup)
+        if self.decay and self.steps is not None:
+            factor *= min(1.0, max(0.0, (self.steps - self.last_epoch) / (self.decay * self.steps)))
         return [rate * factor for rate in self.base_lrs]
-
-    def _decayed(self) -> float:
-        if not self.decay or self.steps is None:
-            return 1.0
-        return min(1.0, max(0.0, (self.steps - self.last_epoch) / (self.decay * self.steps)))
 
 
 class WarmupCosine(LRScheduler):

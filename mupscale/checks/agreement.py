@@ -356,11 +356,8 @@ class _Check:
         The queries and keys of a fused projection have none where all tokens are equal, or there is only one.
         """
         entry, has_gradient = self.plan.parameters[name], gradient.abs() > _ROUNDED * largest
-        shares = []
-        for axis, (n, w) in enumerate(zip(entry.narrow_shape, entry.wide_shape, strict=True)):
-            if n != w:
-                shares.append(float(has_gradient.movedim(axis, 0).reshape(n, -1).any(1).double().mean()))
-        return bool(has_gradient.any()) and all(share > 0.5 for share in shares)
+        rows = (has_gradient.movedim(axis, 0).reshape(gradient.shape[axis], -1) for axis in entry.growing)
+        return bool(has_gradient.any()) and all(float(row.any(1).double().mean()) > 0.5 for row in rows)
 
     def _untested(self) -> tuple[str, ...]:
         """Growing parameters without a gradient; not a bias beside a tested weight: that of a key has none."""

@@ -49,7 +49,7 @@ def planned_layouts(growths: Iterable[Growth]) -> Planned:
     """The layouts of these parameters and buffers."""
     answer: dict[tuple[int, int], list[Layout]] = {}
     for entry in growths:
-        for sizes, layout in zip(zip(entry.narrow_shape, entry.wide_shape, strict=True), entry.layouts, strict=True):
+        for sizes, layout in zip(entry.sizes, entry.layouts, strict=True):
             if layout not in answer.setdefault(sizes, []):
                 answer[sizes].append(layout)
     return answer

@@ -90,11 +90,8 @@ class Slopes(NamedTuple):
 
     def problem(self, axis: Axis) -> str | None:
         """What is wrong with the layer in this scan, or None."""
-        failing = {
-            "output": self.output if self.output_fails else None,
-            "update": self.update if self.update_fails else None,
-        }
-        texts = [f"its {name} {_power(slope, axis)}" for name, slope in failing.items() if slope is not None]
+        slopes = ("output", self.output, self.output_fails), ("update", self.update, self.update_fails)
+        texts = [f"its {name} {_power(slope, axis)}" for name, slope, fails in slopes if fails and slope is not None]
         return " and ".join(texts) or None
 
 

@@ -192,11 +192,7 @@ class Proposals:
         return ratio
 
     def _factors(self) -> list[int]:
-        pairs = {
-            (n, w)
-            for use in self.hypothesis.uses.values()
-            for n, w in zip(use.narrow_shape, use.wide_shape, strict=True)
-        }
+        pairs = {sizes for use in self.hypothesis.uses.values() for sizes in use.sizes}
         return sorted({w // n for n, w in pairs if n and w != n and w % n == 0})
 
     def _first_events(self) -> dict[str, int]:

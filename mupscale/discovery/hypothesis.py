@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
+from mupscale._torch import BatchNormBase, ConvNd
 from mupscale.checks.comparison import Planned, planned_layouts
 from mupscale.errors import UserError
 from mupscale.text_tables import starred
 from mupscale.widening import modules
 from mupscale.widening.growth import Axis, Growth, Layout, Piece, centre_, parse_layout
-from mupscale.widening.hints import Pairing, Use
+from mupscale.widening.hints import Pairing, Use, unsaved_buffers
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.table import Side
 from mupscale.widening.write import widen_
@@ -44,11 +44,7 @@ class Hypothesis:
         self.pairing = Pairing(narrow, wide)
         self.narrow, self.wide = narrow, wide
         self.uses = {use.name: use for use in self.pairing.uses}
-        own = {
-            f"{name}.{attribute}".removeprefix(".")
-            for name, module in wide.named_modules()
-            for attribute in non_persistent_buffers(module)
-        }
+        own = unsaved_buffers(wide)
         self.buffers = {name: (a, b) for name, a, b in self.pairing.buffers if name not in own}
         self.assumed: dict[str, Growth] = {}
         self.pinned: frozenset[Place] = frozenset()
@@ -147,9 +143,8 @@ class Hypothesis:
         read: dict[tuple[str, int, int], list[Place]] = {}
         for name in (*self.uses, *self.buffers):
             use, assumed = self.uses.get(name), self.assumed[name]
-            for axis, (n, w) in enumerate(zip(assumed.narrow_shape, assumed.wide_shape, strict=True)):
-                if n == w:
-                    continue
+            for axis in assumed.growing:
+                n, w = assumed.sizes[axis]
                 owner = name.rpartition(".")[0]
                 known = use is None or is_known(use)
                 if known and use and assumed.sides[axis] == "in":

@@ -137,15 +137,12 @@ class Recording:
         """Into which sections the model cuts axes."""
         self._made: list[Tensor] = []
         with buffers_kept(model):
-            outputs = _run(model, call, self._note, self._made.append, self._note_cuts)
+            outputs = _run(model, call, self._note, self._made.append, lambda *ran: self.cuts.extend(cuts_of(*ran)))
             self._note("", "returns", outputs)
 
     @property
     def outputs(self) -> list[Tensor]:
         return self.events[-1].tensors
-
-    def _note_cuts(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        self.cuts += cuts_of(func, args, result)
 
     def _note(self, name: str, kind: Kind, values: Any) -> None:
         self.events.append(Event(name, kind, _copies(values), [*self._made]))

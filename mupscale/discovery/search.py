@@ -184,8 +184,7 @@ class Search:
 
     def has_fractions(self) -> bool:
         """Whether an axis grows by a factor that is not whole."""
-        shapes = [zip(use.narrow_shape, use.wide_shape, strict=True) for use in self.hypothesis.uses.values()]
-        return any(n and w % n for pairs in shapes for n, w in pairs)
+        return any(n and w % n for use in self.hypothesis.uses.values() for n, w in use.sizes)
 
     def without_gradient(self) -> tuple[str, ...]:
         """Growing parameters that have no gradient, here and in other layers."""

@@ -238,8 +238,7 @@ class AKI(FPI):
 def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
     """Each weight that produces width and has a next layer, with the weight there; then their biases."""
     for name, entry in plan.parameters.items():
-        axes = zip(entry.narrow_shape, entry.wide_shape, entry.sides, strict=True)
-        produces = entry.kind == "weight" and any(x != y for x, y, side in axes if side == "out")
+        produces = entry.kind == "weight" and any(entry.sides[axis] == "out" for axis in entry.growing)
         following = _next_name(plan, name) if produces else None
         if following is None:
             continue

@@ -292,13 +292,37 @@ Role = Literal["matrix", "transposed_matrix", "vector", "readout", "mu_readout",
 
 
 @dataclass(frozen=True)
-class Growth:
-    """How one parameter or buffer grows."""
+class Resized:
+    """A tensor of both models."""
 
     names: tuple[str, ...]
     """Its name, and the further names of a tied parameter."""
     narrow_shape: tuple[int, ...]
     wide_shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Of every axis, in the narrow and in the wide model."""
+        return list(zip(self.narrow_shape, self.wide_shape, strict=True))
+
+    @property
+    def growing(self) -> tuple[int, ...]:
+        """The axes that grow."""
+        return tuple(axis for axis, (n, w) in enumerate(self.sizes) if n != w)
+
+    @property
+    def grows(self) -> bool:
+        return self.narrow_shape != self.wide_shape
+
+
+@dataclass(frozen=True)
+class Growth(Resized):
+    """How one parameter or buffer grows."""
+
     kind: Kind | Literal["buffer"]
     axes: tuple[Axis, ...]
     matrix_axes: tuple[int, int] | None = None
@@ -329,10 +353,6 @@ class Growth:
     """What residual branches of its layer are multiplied by, deep over shallow."""
     layers: float = 1.0
     """How many layers of the deep model come from one."""
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
 
     @property
     def origin(self) -> str:
@@ -383,10 +403,6 @@ class Growth:
         if self.normed:
             return 1
         return math.prod(max(piece.factor for piece in self.layouts[axis]) for axis in self.summed_axes)
-
-    @property
-    def grows(self) -> bool:
-        return self.narrow_shape != self.wide_shape
 
     @property
     def mixed(self) -> bool:

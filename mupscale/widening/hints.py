@@ -22,7 +22,7 @@ from mupscale._torch import forward_pre_hooks, non_persistent_buffers
 from mupscale.errors import UserError, is_finite_number, shown
 from mupscale.readout import Readout
 from mupscale.widening import modules
-from mupscale.widening.growth import LayoutSpec, Role, role_of
+from mupscale.widening.growth import LayoutSpec, Resized, Role, role_of
 from mupscale.widening.layers import Depth
 from mupscale.widening.modules import WeightNorm, weight_norms, why_reparametrised
 from mupscale.widening.stepping import records_of
@@ -36,32 +36,16 @@ Owner = tuple[str, nn.Module, nn.Module, str]
 """A place of a parameter: module name, narrow module, wide module, attribute."""
 
 
-class Use(NamedTuple):
+@dataclass(frozen=True)
+class Use(Resized):
     """One parameter of the two models, with every module that holds it."""
 
-    names: tuple[str, ...]
     narrow: Tensor
     wide: Tensor
     owners: tuple[Owner, ...]
 
     def __str__(self) -> str:
         return f"{self.name!r} {self.narrow_shape} → {self.wide_shape}"
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def narrow_shape(self) -> tuple[int, ...]:
-        return tuple(self.narrow.shape)
-
-    @property
-    def wide_shape(self) -> tuple[int, ...]:
-        return tuple(self.wide.shape)
-
-    @property
-    def growing(self) -> tuple[int, ...]:
-        return tuple(i for i, (n, w) in enumerate(zip(self.narrow_shape, self.wide_shape, strict=True)) if n != w)
 
 
 class Pairing:
@@ -202,7 +186,8 @@ def _pair_parameters(
         if key in wide_ids:
             raise UserError(f"parameter {names[0]!r} belongs to both models: build the wide one by itself")
         _refuse_other_axes("parameter", names[0], source, target)
-        uses.append(Use(tuple(names), source, target, tuple(owners[key])))
+        shapes = tuple(source.shape), tuple(target.shape)
+        uses.append(Use(tuple(names), *shapes, source, target, tuple(owners[key])))
     return uses
 
 
@@ -513,5 +498,5 @@ def readout_multiplier(name: str, module: nn.Module) -> float:
 
 def scale_of_sides(use: Use, sides: Sequence[Side]) -> Scale:
     """The scale of a parameter whose axes have these sides and grow as wholes."""
-    factors = (wide / max(narrow, 1) for narrow, wide in zip(use.narrow_shape, use.wide_shape, strict=True))
+    factors = (wide / max(narrow, 1) for narrow, wide in use.sizes)
     return product(scale_of_axis(side, k, k) for side, k in zip(sides, factors, strict=True) if side)

@@ -237,8 +237,8 @@ def _rescale_of_gains(
     answer = {}
     for norm in pairing.weight_norms:
         direction, gain = uses[names[norm.direction]], names[norm.gain]
-        shapes = zip(direction.narrow_shape, direction.wide_shape, strict=True)
-        own = rescale_of_gain(norm, sides[direction.name], [wide / max(narrow, 1) for narrow, wide in shapes])
+        factors = [wide / max(narrow, 1) for narrow, wide in direction.sizes]
+        own = rescale_of_gain(norm, sides[direction.name], factors)
         by, offset = given.get(gain, (1.0, 0.0))
         answer[gain] = by * own, offset
     return answer
