@@ -5,14 +5,13 @@ modules.
 """
 
 import io
-import json
 import os
 import pickle
 import shlex
 import struct
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,94 +69,39 @@ class Attack:
         return Path.touch, (Path("marker"),)
 
 
-def checkpoint(_: Path) -> None:
-    torch.save({"state_dict": {}, "global_step": 3, "optimizer_states": [Attack()]}, "evil.ckpt")
+def put(files: Mapping[str, bytes | str | None]) -> Callable[[Path], None]:
+    """Makes files with these contents; None is a link to the secret file."""
+
+    def make(secret: Path) -> None:
+        for name, content in files.items():
+            path = Path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            elif isinstance(content, str):
+                path.write_text(content.replace("OUTSIDE", str(secret.parent)))
+            else:
+                path.symlink_to(secret)
+
+    return make
+
+
+def saved_by_torch(content: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
+
+
+EVIL = pickle.dumps(Attack())
+CHECKPOINT = {"evil.ckpt": saved_by_torch({"state_dict": {}, "global_step": 3, "optimizer_states": [Attack()]})}
+CONFIGURED = yaml.safe_dump(CONFIG)
+"""The configuration of a run."""
 
 
 def run(_: Path) -> None:
     Path("theirs").mkdir()
     small(Path("theirs/config.yaml"))
     torch.save({"global_step": 3, "optimizer_states": [Attack()]}, "theirs/step=3.ckpt")
-
-
-def sharded(_: Path) -> None:
-    Path("evil.ckpt").mkdir()
-    torch.save({"global_step": 3, "optimizer_states": []}, "evil.ckpt/meta.pt")
-    Path("evil.ckpt/.metadata").write_bytes(pickle.dumps(Attack()))
-
-
-def sharded_elsewhere(secret: Path) -> None:
-    Path("evil.ckpt").mkdir()
-    Path("evil.ckpt/meta.pt").symlink_to(secret)
-
-
-def configuration(text: str) -> Callable[[Path], None]:
-    return lambda _: Path("evil.yaml").write_text(text)  # type: ignore[return-value]
-
-
-def logged(text: str) -> Callable[[Path], None]:
-    def make(_: Path) -> None:
-        Path("theirs").mkdir()
-        Path("theirs/config.yaml").write_text(text)
-
-    return make
-
-
-def event_link(secret: Path) -> None:
-    logged(yaml.safe_dump(CONFIG))(secret)
-    Path("theirs/events.out.tfevents.1.x").symlink_to(secret)
-
-
-def events(_: Path) -> None:
-    logged(yaml.safe_dump(CONFIG))(_)
-    record = b"train/loss" + pickle.dumps(Attack())
-    Path("theirs/events.out.tfevents.1.x").write_bytes(struct.pack("<QI", 2**62, 0) + record)
-
-
-def experiment(**content: Any) -> Callable[[Path], None]:
-    def make(secret: Path) -> None:
-        Path("theirs").mkdir()
-        text = json.dumps(content).replace("OUTSIDE", str(secret.parent))
-        Path("theirs/experiment.json").write_text(text)
-
-    return make
-
-
-def table(_: Path) -> None:
-    logged(yaml.safe_dump(CONFIG))(_)
-    Path("theirs/experiment.json").write_text(json.dumps({"sweeps": {"one": "one"}, "runs": [{"folder": "run"}]}))
-    Path("theirs/run").mkdir()
-    Path("theirs/config.yaml").rename("theirs/run/config.yaml")
-    Path("theirs/one").mkdir()
-    Path("theirs/one/sweep.json").write_text("{}")
-    Path("theirs/one/trials.csv").write_text("trial,run\n0,../../../secret\n")
-
-
-def points(content: bytes) -> Callable[[Path], None]:
-    def make(_: Path) -> None:
-        Path("theirs").mkdir()
-        Path("theirs/run.lock").touch()
-        Path("theirs/points.json").write_bytes(content)
-
-    return make
-
-
-def link(name: str) -> Callable[[Path], None]:
-    def make(secret: Path) -> None:
-        Path("theirs").mkdir()
-        Path("theirs/run.lock").touch()
-        Path("theirs", name).unlink(missing_ok=True)
-        Path("theirs", name).symlink_to(secret)
-
-    return make
-
-
-def progress(content: bytes) -> Callable[[Path], None]:
-    def make(_: Path) -> None:
-        Path("theirs").mkdir()
-        Path("theirs/progress.json").write_bytes(content)
-
-    return make
 
 
 def covertype(_: Path) -> None:
@@ -169,12 +113,6 @@ def cifar_npz(_: Path) -> None:
     Path("theirs").mkdir()
     arrays = {name: np.array([Attack()], dtype=object) for name in ("x_train", "y_train", "x_test", "y_test")}
     np.savez("theirs/cifar100.npz", **arrays)
-
-
-def cifar(_: Path) -> None:
-    Path("theirs/cifar-100-python").mkdir(parents=True)
-    for name in ("train", "test", "meta"):
-        Path("theirs/cifar-100-python", name).write_bytes(pickle.dumps(Attack()))
 
 
 def archive(secret: Path) -> None:
@@ -191,7 +129,7 @@ def archive(secret: Path) -> None:
 
 def parquet(_: Path) -> None:
     """With a type of pyarrow that is a pickle (CVE-2023-47248), and no column of texts."""
-    extension = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(Attack())}
+    extension = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": EVIL}
     schema = pa.schema([pa.field("text", pa.int64(), metadata=extension)], metadata={"pandas": b"{}"})
     pq.write_table(pa.table({"text": [1, 2]}, schema=schema), "evil.parquet")
 
@@ -212,66 +150,99 @@ def token_files(link: str = "", end: int = 1000, metadata: str | None = None) ->
     return make
 
 
-def prepared(content: bytes) -> Callable[[Path], None]:
-    """A finished folder with this preparation.json."""
-
-    def make(_: Path) -> None:
-        Path("theirs").mkdir()
-        Path("theirs/preparation.json").write_bytes(content)
-
-    return make
-
-
-def noise(content: str) -> Callable[[Path], None]:
-    return lambda _: Path("evil.json").write_text(content)  # type: ignore[return-value]
-
-
-PROGRESS = b'{"preparation": {}, "files": {"train": %s, "val": []}}'
-
+EVENTS = "theirs/events.out.tfevents.1.x"
+LOCK = {"theirs/run.lock": ""}
 ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
-    "checkpoint: upscale": (checkpoint, "upscale evil.ckpt --width 16 --out o", "is not a checkpoint, or is damaged"),
-    "checkpoint: validate": (checkpoint, "validate --config c.yaml --ckpt_path evil.ckpt", "nothing of it was loaded"),
-    "checkpoint: fit": (checkpoint, "fit --config c.yaml --model.init_from=evil.ckpt", "is not a checkpoint"),
-    "checkpoint: resume": (run, "resume theirs", "has no checkpoint that can be read"),
-    "sharded: metadata": (sharded, "test --config c.yaml --ckpt_path evil.ckpt", "which no checkpoint needs"),
-    "sharded: a link": (sharded_elsewhere, "fit --config c.yaml --ckpt_path evil.ckpt", "outside of its folder"),
-    "YAML: a tag": (configuration(TAG), "plan --config evil.yaml", "python/object/apply:os.system"),
-    "YAML: aliases": (configuration(BOMB), "fit --config evil.yaml", "more than 100,000 values"),
-    "YAML: depth": (configuration(DEEP), "verify --config evil.yaml", "nested more than 100 levels"),
-    "YAML: itself": (configuration("a: &a [*a]\n"), "sweep --config evil.yaml --sweep a=1 --out s", "refers to itself"),
-    "YAML: experiment": (configuration(BOMB), "experiment evil.yaml", "more than 100,000 values"),
-    "YAML: report": (logged(BOMB), "report theirs", "more than 100,000 values"),
-    "YAML: a tag in a report": (logged(TAG), "report theirs", "theirs/config.yaml is not YAML that can be read"),
-    "YAML: types in a report": (
-        logged(yaml.safe_dump(CONFIG | {"trainer": CONFIG["trainer"] | {"max_steps": "many"}})),
-        "report theirs",
-        "is not the configuration of a run",
+    "checkpoint: upscale": (
+        put(CHECKPOINT), "upscale evil.ckpt --width 16 --out o", "is not a checkpoint, or is damaged",
     ),
-    "events: a link": (event_link, "report theirs", "is a link to a file outside of its folder"),
-    "events: another length": (events, "report theirs", "there is nothing to report"),
-    "JSON: runs elsewhere": (experiment(runs=[{"folder": "OUTSIDE"}]), "report theirs", "something outside of it"),
-    "JSON: sweeps elsewhere": (experiment(sweeps={"a": "OUTSIDE"}), "report theirs", "something outside of it"),
-    "JSON: a table": (table, "report theirs", "there is nothing to report"),
-    "JSON: noise": (noise(DEEP), "upscale mlp.ckpt --width 16 --out o --recorded-noise evil.json", "nested too deep"),
-    "points: a pickle": (points(pickle.dumps(Attack())), SWEEP, "points.json is damaged"),
-    "points: another file": (points(b'{"other": 1}'), SWEEP, "points.json is not of this sweep"),
-    "points: a link": (link("points.json"), SWEEP, "points.json is a link"),
-    "preparation: a pickle": (progress(pickle.dumps(Attack())), PREPARE, "progress.json is damaged"),
-    "preparation: depth": (progress(DEEP.encode()), PREPARE, "progress.json is damaged"),
-    "preparation: below 0": (progress(PROGRESS % b"[[-1, 0]]"), PREPARE, "progress.json is damaged"),
-    "preparation: a linked split": (link("train"), PREPARE, "train is a link"),
-    "preparation: a linked vocabulary": (link("tokenizer.json"), PREPARE, "tokenizer.json is a link"),
-    "preparation: finished": (prepared(b'{"vocabulary": "many"}'), PREPARE, "preparation.json is damaged"),
-    "preparation: a linked lock": (link(".lock"), PREPARE, ".lock is a link"),
+    "checkpoint: validate": (
+        put(CHECKPOINT), "validate --config c.yaml --ckpt_path evil.ckpt", "nothing of it was loaded",
+    ),
+    "checkpoint: fit": (put(CHECKPOINT), "fit --config c.yaml --model.init_from=evil.ckpt", "is not a checkpoint"),
+    "checkpoint: resume": (run, "resume theirs", "has no checkpoint that can be read"),
+    "sharded: metadata": (
+        put({
+            "evil.ckpt/meta.pt": saved_by_torch({"global_step": 3, "optimizer_states": []}),
+            "evil.ckpt/.metadata": EVIL,
+        }),
+        "test --config c.yaml --ckpt_path evil.ckpt", "which no checkpoint needs",
+    ),
+    "sharded: a link": (
+        put({"evil.ckpt/meta.pt": None}), "fit --config c.yaml --ckpt_path evil.ckpt", "outside of its folder",
+    ),
+    "YAML: a tag": (put({"evil.yaml": TAG}), "plan --config evil.yaml", "python/object/apply:os.system"),
+    "YAML: aliases": (put({"evil.yaml": BOMB}), "fit --config evil.yaml", "more than 100,000 values"),
+    "YAML: depth": (put({"evil.yaml": DEEP}), "verify --config evil.yaml", "nested more than 100 levels"),
+    "YAML: itself": (
+        put({"evil.yaml": "a: &a [*a]\n"}), "sweep --config evil.yaml --sweep a=1 --out s", "refers to itself",
+    ),
+    "YAML: experiment": (put({"evil.yaml": BOMB}), "experiment evil.yaml", "more than 100,000 values"),
+    "YAML: report": (put({"theirs/config.yaml": BOMB}), "report theirs", "more than 100,000 values"),
+    "YAML: a tag in a report": (
+        put({"theirs/config.yaml": TAG}), "report theirs", "theirs/config.yaml is not YAML that can be read",
+    ),
+    "YAML: types in a report": (
+        put({"theirs/config.yaml": yaml.safe_dump(CONFIG | {"trainer": CONFIG["trainer"] | {"max_steps": "many"}})}),
+        "report theirs", "is not the configuration of a run",
+    ),
+    "events: a link": (
+        put({"theirs/config.yaml": CONFIGURED, EVENTS: None}),
+        "report theirs", "is a link to a file outside of its folder",
+    ),
+    "events: another length": (
+        put({"theirs/config.yaml": CONFIGURED, EVENTS: struct.pack("<QI", 2**62, 0) + b"train/loss" + EVIL}),
+        "report theirs", "there is nothing to report",
+    ),
+    "JSON: runs elsewhere": (
+        put({"theirs/experiment.json": '{"runs": [{"folder": "OUTSIDE"}]}'}),
+        "report theirs", "something outside of it",
+    ),
+    "JSON: sweeps elsewhere": (
+        put({"theirs/experiment.json": '{"sweeps": {"a": "OUTSIDE"}}'}), "report theirs", "something outside of it",
+    ),
+    "JSON: a table": (
+        put({
+            "theirs/experiment.json": '{"sweeps": {"one": "one"}, "runs": [{"folder": "run"}]}',
+            "theirs/run/config.yaml": CONFIGURED,
+            "theirs/one/sweep.json": "{}",
+            "theirs/one/trials.csv": "trial,run\n0,../../../secret\n",
+        }),
+        "report theirs", "there is nothing to report",
+    ),
+    "JSON: noise": (
+        put({"evil.json": DEEP}),
+        "upscale mlp.ckpt --width 16 --out o --recorded-noise evil.json", "nested too deep",
+    ),
+    "points: a pickle": (put({"theirs/points.json": EVIL, **LOCK}), SWEEP, "points.json is damaged"),
+    "points: another file": (
+        put({"theirs/points.json": '{"other": 1}', **LOCK}), SWEEP, "points.json is not of this sweep",
+    ),
+    "points: a link": (put({"theirs/points.json": None, **LOCK}), SWEEP, "points.json is a link"),
+    "preparation: a pickle": (put({"theirs/progress.json": EVIL}), PREPARE, "progress.json is damaged"),
+    "preparation: depth": (put({"theirs/progress.json": DEEP}), PREPARE, "progress.json is damaged"),
+    "preparation: below 0": (
+        put({"theirs/progress.json": '{"preparation": {}, "files": {"train": [[-1, 0]], "val": []}}'}),
+        PREPARE, "progress.json is damaged",
+    ),
+    "preparation: a linked split": (put({"theirs/train": None}), PREPARE, "train is a link"),
+    "preparation: a linked vocabulary": (put({"theirs/tokenizer.json": None}), PREPARE, "tokenizer.json is a link"),
+    "preparation: finished": (
+        put({"theirs/preparation.json": '{"vocabulary": "many"}'}), PREPARE, "preparation.json is damaged",
+    ),
+    "preparation: a linked lock": (put({"theirs/.lock": None}), PREPARE, ".lock is a link"),
     "npz: Covertype": (covertype, "fit --config c.yaml --data.data_dir=theirs", "is not a whole npz file"),
     "npz: CIFAR-100": (cifar_npz, RESNET, "is not a whole npz file"),
-    "CIFAR-100: pickles": (cifar, RESNET, "its checksums are not the published ones"),
+    "CIFAR-100: pickles": (
+        put({f"theirs/cifar-100-python/{name}": EVIL for name in ("train", "test", "meta")}),
+        RESNET, "its checksums are not the published ones",
+    ),
     "CIFAR-100: an archive": (archive, RESNET, "is cut short, damaged or another file"),
     "parquet: a pickle": (parquet, "prepare text evil.parquet --vocab 300 --out p", "needs a column `text` of strings"),
     "token files: a link": (token_files(link=".ds"), GPT2, "is a link: copy the files into the folder"),
     "token files: an end beyond all": (token_files(end=2**64 - 1), GPT2, "its index says 18446744073709551615 tokens"),
     "token files: a number too long": (token_files(metadata="x|2\n" + "9" * 10_000), GPT2, "metadata is damaged"),
-}
+}  # fmt: skip
 """What makes the file, the command that reads it, and what the message must contain."""
 
 FAST = ("checkpoint: upscale", "YAML: depth", "JSON: runs elsewhere", "JSON: noise")
