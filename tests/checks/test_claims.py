@@ -99,11 +99,7 @@ def measured(
 ) -> ClaimCheck:
     case = EQUAL_LAYERS if model == "mlp" and isinstance(method, AKI) else (MODELS | FRACTIONS)[model]
     torch.manual_seed(0)
-    models = [case.build(size) for size in (case.narrow, case.wide)]
-    if mup:
-        delta = tuple(2 * s for s in case.base) if isinstance(case.base, tuple) else 2 * case.base
-        base = [case.build(size) for size in (case.base, delta)]
-        models = [mupscale.set_base_shapes(model, *base, init=case.init) for model in models]
+    models = [(case.build_mup if mup else case.build)(size) for size in (case.narrow, case.wide)]
     return check_claim(*models, method, optimizer=optimizer, batches=case.batches(), loss=cross_entropy)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import mupscale
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
@@ -27,6 +28,11 @@ class Case:
     plain_roles: dict[str, str] = field(default_factory=dict)
     """What the model needs without a muP multiplier."""
     init: str = "fan_in"
+
+    def build_mup(self, size: Any) -> nn.Module:
+        """With base shapes."""
+        twice = tuple(2 * width for width in self.base) if isinstance(self.base, tuple) else 2 * self.base
+        return mupscale.set_base_shapes(*map(self.build, (size, self.base, twice)), init=self.init)
 
     def batches(self, count: int = 4) -> list[tuple[Tensor, Tensor]]:
         torch.manual_seed(1)

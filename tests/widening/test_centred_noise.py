@@ -27,15 +27,8 @@ NOISES: dict[str, Callable[[], Noise]] = {
 
 def models(case: Case, *, mup: bool) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    if not mup:
-        narrow, wide = case.build(case.narrow), case.build(case.wide)
-    else:
-        delta = tuple(2 * s for s in case.base) if isinstance(case.base, tuple) else 2 * case.base
-        narrow, wide = (
-            mupscale.set_base_shapes(case.build(size), case.build(case.base), case.build(delta), init=case.init)
-            for size in (case.narrow, case.wide)
-        )
-    return narrow.double(), wide.double()
+    build = case.build_mup if mup else case.build
+    return build(case.narrow).double(), build(case.wide).double()
 
 
 def double(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

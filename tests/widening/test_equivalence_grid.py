@@ -8,7 +8,6 @@ from architectures import CASES, Case, cross_entropy
 from grid_optimizers import GRID_OPTIMIZERS, float64_newton_schulz, muon_and_adamw
 from mup_optimizers import MuAdam, MuAdamW, MuSGD
 from tiers import slow_except
-from torch import nn
 
 import mupscale
 
@@ -18,14 +17,9 @@ def steps(pytestconfig: pytest.Config) -> int:
     return 50 if pytestconfig.getoption("--all") else 12
 
 
-def mup_model(case: Case, size) -> nn.Module:
-    delta = tuple(2 * s for s in case.base) if isinstance(case.base, tuple) else 2 * case.base
-    return mupscale.set_base_shapes(case.build(size), case.build(case.base), case.build(delta), init=case.init)
-
-
 def check(case: Case, make_optimizer, steps: int, *, mup: bool, clip: float = 0.05) -> mupscale.Verdict:
     torch.manual_seed(0)
-    narrow, wide = ((mup_model(case, size) if mup else case.build(size)) for size in (case.narrow, case.wide))
+    narrow, wide = map(case.build_mup if mup else case.build, (case.narrow, case.wide))
     return mupscale.verify(
         narrow, wide, optimizer=make_optimizer, batches=case.batches(), loss=cross_entropy, steps=steps, clip=clip,
         hints=mupscale.Hints(roles=None if mup else case.plain_roles),
