@@ -70,6 +70,19 @@ def begun(
     return model, made
 
 
+def grown(
+    depth: Any,
+    size: tuple[int, int] = (8, 4),
+    base: int | None = None,
+    optimizer: Callable[[Any], Optimizer] = AdamW,
+    **settings: Any,
+) -> tuple[nn.Module, Optimizer, nn.Module, Any]:
+    """Two layers of width 8 after a few steps and their optimizer, then what they grew to, of this width and depth."""
+    narrow, before = begun(lambda: Net(8, 2, base), optimizer)
+    wide = Net(*size, base).double()
+    return narrow, before, wide, mupscale.upscale(narrow, wide, before, call=run, depth=depth, **settings)
+
+
 OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
     lambda p: AdamW(p, lr=1e-2, weight_decay=0.1),
     lambda p: Adam(p, lr=1e-2, amsgrad=True),
@@ -97,9 +110,7 @@ def test_identity_keeps_the_function(
     report = mupscale.upscale(narrow, wide, before, call=run, depth="identity")
     assert report.exact is True
     assert (run(wide) - run(narrow)).abs().max() <= 1e-12
-    after = report.optimizer
-    assert isinstance(after, Optimizer)
-    losses = trained(wide, after, 20)
+    losses = trained(wide, report.optimizer, 20)
     assert losses[0] == pytest.approx(trained(narrow, before, 1)[0], rel=1e-12)
     assert losses[-1] < losses[0]
     new = wide.get_parameter("layers.1.down.weight")
@@ -120,20 +131,14 @@ def test_width_and_depth_commute(optimizer: Callable[[Any], Optimizer], depth: A
     """Growing in both at once trains as growing in depth alone."""
     losses = []
     for width in (8, 16):
-        narrow, before = begun(lambda: Net(8, 2, base), optimizer)
-        wide = Net(width, 4, base).double()
-        report = mupscale.upscale(narrow, wide, before, call=run, depth=depth)
-        assert isinstance(report.optimizer, Optimizer)
+        _, _, wide, report = grown(depth, (width, 4), base, optimizer)
         losses.append(trained(wide, report.optimizer, 20))
     assert losses[1] == pytest.approx(losses[0], rel=1e-11)
 
 
 def test_copies_continue_the_state_of_their_source_by_the_branch_ratio() -> None:
-    narrow, before = begun(lambda: Net(8, 2, 2))
-    wide = Net(8, 4, 2).double()
-    report = mupscale.upscale(narrow, wide, before, call=run, depth="interleave")
+    narrow, before, wide, report = grown("interleave", base=2)
     after = report.optimizer
-    assert isinstance(after, Optimizer)
     source = before.state[narrow.get_parameter("layers.1.up.weight")]
     for layer in (2, 3):
         copied = after.state[wide.get_parameter(f"layers.{layer}.up.weight")]
@@ -144,7 +149,6 @@ def test_copies_continue_the_state_of_their_source_by_the_branch_ratio() -> None
     assert eps["layers.0.up.weight"] == pytest.approx(eps["enter.weight"] / 2)
     sgd = SGD(narrow.parameters(), lr=0.1)
     report = mupscale.upscale(narrow, Net(8, 4, 2).double(), sgd, call=run, depth="interleave")
-    assert isinstance(report.optimizer, Optimizer)
     assert {group["lr"] for group in report.optimizer.param_groups} == {0.1, 0.2}
 
 
@@ -154,11 +158,8 @@ def names_in(model: nn.Module, group: dict[str, Any]) -> list[str]:
 
 
 def test_inserted_layers_begin_without_state() -> None:
-    narrow, before = begun(lambda: Net(8, 2))
-    wide = Net(8, 4).double()
-    report = mupscale.upscale(narrow, wide, before, call=run, depth="identity")
+    _, _, wide, report = grown("identity")
     after = report.optimizer
-    assert isinstance(after, Optimizer)
     new = set(report.new_parameters)
     assert new == {name for name in dict(wide.named_parameters()) if name.startswith(("layers.1.", "layers.3."))}
     stateless = {name for name, parameter in wide.named_parameters() if parameter not in after.state}
@@ -172,11 +173,8 @@ def test_inserted_layers_begin_without_state() -> None:
 def test_new_layers_warm_up(optimizer: Callable[[Any], Optimizer]) -> None:
     updates = []
     for steps in (0, 10):
-        narrow, before = begun(lambda: Net(8, 2), optimizer)
-        wide = Net(8, 4).double()
         method = Duplication(state="reset_new_copies", rewarm_steps=steps)
-        report = mupscale.upscale(narrow, wide, before, call=run, depth="identity", method=method)
-        assert isinstance(report.optimizer, Optimizer)
+        _, _, wide, report = grown("identity", optimizer=optimizer, method=method)
         trained(wide, report.optimizer, 1)
         updates.append([wide.get_parameter(f"layers.{n}.down.weight").detach().clone() for n in (0, 1)])
     assert torch.equal(updates[0][0], updates[1][0])
@@ -295,13 +293,9 @@ def test_random_layers_keep_their_initial_values() -> None:
 
 
 def test_noise_leaves_inserted_outputs_alone_and_parts_copies() -> None:
-    narrow, _ = begun(lambda: Net(8, 2))
-    wide = Net(16, 4).double()
-    noise = mupscale.AdditiveNoise(0.1)
-    mupscale.upscale(narrow, wide, call=run, depth="identity", noise=noise)
+    wide = grown("identity", (16, 4), noise=mupscale.AdditiveNoise(0.1))[2]
     assert not wide.get_parameter("layers.1.down.weight").any()
-    wide = Net(16, 4).double()
-    mupscale.upscale(narrow, wide, call=run, depth="interleave", noise=noise)
+    wide = grown("interleave", (16, 4), noise=mupscale.AdditiveNoise(0.1))[2]
     assert not torch.equal(wide.get_parameter("layers.0.up.weight"), wide.get_parameter("layers.1.up.weight"))
 
 
@@ -326,10 +320,7 @@ def test_each_choice_keeps_what_it_claims(depth: Any, function: bool) -> None:
 def test_consuming_frees_the_shallow_model_and_gives_the_same() -> None:
     answers = []
     for consume in (False, True):
-        narrow, before = begun(lambda: Net(8, 2))
-        wide = Net(16, 4).double()
-        report = mupscale.upscale(narrow, wide, before, call=run, depth="interleave", consume=consume)
-        assert isinstance(report.optimizer, Optimizer)
+        narrow, before, wide, report = grown("interleave", (16, 4), consume=consume)
         answers.append(trained(wide, report.optimizer, 3))
     assert answers[0] == answers[1]
     assert not any(parameter.numel() for parameter in narrow.parameters())
@@ -344,7 +335,6 @@ def test_gradients_that_wait_are_carried_to_copies_and_not_to_inserted_layers() 
         mupscale.upscale(narrow, wide, call=run, depth=depth)
         scale = 0.5 if depth == "interleave" else 1.0
         waiting = narrow.get_parameter("layers.0.up.weight").grad
-        assert waiting is not None
         for name in names:
             assert torch.allclose(wide.get_parameter(f"{name}.up.weight").grad, waiting * scale, rtol=1e-12)
     assert wide.get_parameter("layers.1.up.weight").grad is None

@@ -40,7 +40,6 @@ def grown(name: str, count: int | None = None, **settings: Any) -> tuple[nn.Modu
     for state in optimizer.state.values() if count else ():
         state["step"].fill_(count)
     report = mupscale.upscale(narrow, wide, optimizer, method=Duplication(**settings))
-    assert isinstance(report.optimizer, Optimizer)
     return wide, report.optimizer, report.plan
 
 
