@@ -200,12 +200,9 @@ class StackedOptimizer:
         """[births, 2, parameters, models]: the step count at which copies were new, and the steps of their warm-up."""
         born = [[place[name].born() for place in self._places] for name in self.weights]
         levels = max((len(own) for row in born for own in row), default=0)
-        answer = torch.zeros(levels, 2, len(born), len(self._places), dtype=torch.float64)
-        for row, of_models in enumerate(born):
-            for column, own in enumerate(of_models):
-                for level, numbers in enumerate(own):
-                    answer[level, :, row, column] = torch.tensor(numbers, dtype=torch.float64)
-        return answer.to(next(iter(self.weights.values())).device)
+        padded = [[own + [(0.0, 0)] * (levels - len(own)) for own in row] for row in born]
+        answer = torch.tensor(padded, dtype=torch.float64).view(len(born), len(self._places), levels, 2)
+        return answer.permute(2, 3, 0, 1).contiguous().to(next(iter(self.weights.values())).device)
 
     def _count_those_of_new_copies(self) -> None:
         """Makes the step counts of new copies, which torch's optimizer does not have, entries of `steps`."""

@@ -59,8 +59,6 @@ def grown(
     model: str, optimizer: str, index: int, pair: tuple[Growable, Optimizer], rules: Rules
 ) -> tuple[Growable, Any]:
     wide, _ = made(model, optimizer, index, MODELS[model][1])
-    assert pair[0].net is not None
-    assert wide.net is not None
     wide.to(next(pair[0].parameters()))
     noise = mupscale.AdditiveNoise(0.1 * index)
     rule = rules[index % len(rules)]
