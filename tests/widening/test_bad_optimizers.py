@@ -121,7 +121,7 @@ BAD: Cases = {
         stepped_by(partial(RAdam, betas=(0.9, 0.5)), 9), ("'0.weight'", "β₂ = 0.5", "never switches on"),
     ),
     "Muon on unlike pieces": (
-        muon_on_unlike_pieces, ("'0.weight'", "needs a learning rate for each entry", "Muon"),
+        muon_on_unlike_pieces, ("'0.weight'", "needs a learning rate for each entry", "Muon", "give it to AdamW"),
     ),
     "one that cannot be rebuilt": (
         stepped_by(partial(Demanding, secret=1)),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import CASES as WHOLE
 from architectures import Case, ConvNet, Llama, Recurrent, cross_entropy, rotate
 from bad_input import Cases, Input, assert_refused, linear
 from mup_optimizers import MuAdamW
@@ -109,18 +110,7 @@ def gpt2(size: tuple[int, int, int]) -> nn.Module:
     return GPT2Net(width, attention_width=attention, feed_forward=units, **shape)
 
 
-def tokens() -> tuple[Tensor, Tensor]:
-    rows = torch.randint(30, (4, 9))
-    return rows[:, :-1], rows[:, 1:]
-
-
-def images() -> tuple[Tensor, Tensor]:
-    return torch.randn(6, 3, 8, 8), torch.randint(5, (6,))
-
-
-def labelled() -> tuple[Tensor, Tensor]:
-    return torch.randn(16, 10), torch.randint(5, (16,))
-
+tokens, images, labelled = (WHOLE[name].batch for name in ("llama", "convnet", "mlp"))
 
 CASES = {
     "mlp": (Case(lambda n: MLPNet(10, (n, n, 2 * n), 5, readout_zero_init=False), 4, 12, 20, labelled), 30),
@@ -293,11 +283,6 @@ def larger_heads() -> Input:
     return GPT2Net(8, attention_width=8, **shape), GPT2Net(8, attention_width=12, **shape), {}
 
 
-def muon() -> Input:
-    narrow, wide = (nn.Sequential(nn.Linear(4, n, bias=False), nn.Linear(n, 3, bias=False)) for n in (4, 6))
-    return narrow, wide, {"narrow_opt": torch.optim.Muon(narrow.parameters())}
-
-
 def buffer_that_is_no_width() -> Input:
     models = linear(4, 6)
     for model, size in zip(models, (6, 10), strict=True):
@@ -323,7 +308,6 @@ BAD: Cases = {
         lambda: (mup(Bag, 4, base=2), mup(Bag, 6, base=2), {}),
         ("readout 'embed.weight' (30, 4) → (30, 6) is tied to an embedding", "Untie the two", "by a whole factor"),
     ),
-    "Muon": (muon, ("parameter '0.weight' needs a learning rate for each entry", "Muon", "give it to AdamW")),
     "a buffer": (
         buffer_that_is_no_width,
         ("'table' (6,) → (10,)", "does not grow by a whole factor (10 / 6)", "no parameter has units that grow so"),
