@@ -73,12 +73,13 @@ def test_training_goes_on_as_before(api, dim, optimizer):
 @pytest.mark.parametrize("api", APIS)
 def test_discover_finds_blocks_and_leaves_the_models_alone(api):
     """Of a flattened image every channel is a block; a copy of a parametrised layer shares its class."""
+
+    def build(width):
+        layers = nn.Conv1d(3, width, 3), nn.Flatten(), nn.Tanh(), nn.Linear(6 * width, 2)
+        return nn.Sequential(APIS[api](layers[0]), *layers[1:3], APIS[api](layers[3]))
+
     torch.manual_seed(0)
-    norm = APIS[api]
-    narrow, wide = (
-        nn.Sequential(norm(nn.Conv1d(3, width, 3)), nn.Flatten(), nn.Tanh(), norm(nn.Linear(6 * width, 2)))
-        for width in (4, 8)
-    )
+    narrow, wide = build(4), build(8)
     take_steps(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1), batches(3), loss)
     names, types = [*dict(narrow.named_parameters())], [type(module) for module in narrow.modules()]
     x = torch.randn(5, 3, 8)
@@ -88,10 +89,7 @@ def test_discover_finds_blocks_and_leaves_the_models_alone(api):
     assert [type(module) for module in narrow.modules()] == types
     mupscale.upscale(narrow, wide, hints=found)
     torch.testing.assert_close(wide(x), narrow(x))
-    larger, largest = (
-        nn.Sequential(norm(nn.Conv1d(3, width, 3)), nn.Flatten(), nn.Tanh(), norm(nn.Linear(6 * width, 2)))
-        for width in (10, 30)
-    )
+    larger, largest = build(10), build(30)
     mupscale.upscale(larger, largest, hints=found.resolved(larger, largest))
     torch.testing.assert_close(largest(x), larger(x))
 
