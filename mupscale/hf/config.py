@@ -179,12 +179,6 @@ def wide_config(
     return _scaled(config, common, keep_heads, only, given)
 
 
-def refuse_same_sizes(narrow: PretrainedConfig, wide: PretrainedConfig, factor: float) -> None:
-    """Raises a UserError if the wide configuration is the narrow one."""
-    if wide.to_dict() == narrow.to_dict():
-        raise UserError(f"factor {factor:g} leaves every size as it is; give a larger one, or more layers")
-
-
 def config_at(config: PretrainedConfig, hidden_size: int) -> PretrainedConfig:
     """A copy of `config` with another hidden size, larger or smaller; all that `wide_config` grows follows its ratio.
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from mupscale.checks.agreement import check_agreement
 from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError, refuse_unless_whole
-from mupscale.hf.config import deep_config, numbers_of_layers, parts
+from mupscale.hf.config import deep_config, numbers_of_layers, parts, wide_config
 from mupscale.hf.config_shrunken import shrunken
 from mupscale.hf.family import CannotShrink, Family, check_reloaded, on_cpu, on_meta
 from mupscale.hf.forward_pass import Call, logits_of
@@ -85,6 +85,22 @@ def hints_at_depth(narrow: Any, wide: Any, deepenings: Sequence[Deepening], foun
         depth=layers,
         residual={pattern: value for each in deepenings for pattern, value in each.residual.items()},
     )
+
+
+def grown_config(
+    family: Family, config: PretrainedConfig, factor: float, layers: Counts | None, how: How, **sizes: Any
+) -> tuple[PretrainedConfig, list[Deepening], bool]:
+    """The wide configuration of the old depth, how it becomes deeper, and whether it is wider; `sizes` as wide_config.
+
+    Raises a UserError if nothing grows.
+    """
+    wide = wide_config(config, factor, **sizes)
+    is_wider = wide.to_dict() != config.to_dict()
+    if layers is not None:
+        return wide, find_deepenings(family, config, layers, how), is_wider
+    if not is_wider:
+        raise UserError(f"factor {factor:g} leaves every size as it is; give a larger one, or more layers")
+    return wide, [], is_wider
 
 
 def find_deepenings(family: Family, config: PretrainedConfig, layers: Counts, how: How = "identity") -> list[Deepening]:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from threading import RLock
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ class CannotShrink(UserError):
 RELOADED = 1e-6
 """By how much the outputs of a model may differ after loading; its constants may be in float32."""
 
-_lock = RLock()  # fits that take their steps together run in threads, and all ask for the same
 _known: dict[tuple[Any, ...], Found] = {}
 
 
@@ -66,10 +64,9 @@ class Family:
         small = shrunken(config)
         sizes = json.dumps([small.to_dict(), factors], sort_keys=True, default=str)
         key = type(small), self.model_class, self.call, sizes
-        with _lock:
-            if key not in _known:
-                _known[key] = self._discovered(small, wide_config(small, 1, fields=factors))
-            return _known[key]
+        if key not in _known:
+            _known[key] = self._discovered(small, wide_config(small, 1, fields=factors))
+        return _known[key]
 
     def found_between(self, narrow: Any, wide: Any, config: PretrainedConfig | None = None) -> Found:
         """How a model grows to a wide one; `config` is the wide one's without new layers, if it has any."""

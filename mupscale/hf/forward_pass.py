@@ -5,7 +5,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import local
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +20,6 @@ Call = Callable[[Any], Any]
 """One forward pass of a model."""
 
 ROWS, TOKENS, SAMPLES = 2, 12, 4000
-
-
-_inside = local()  # fits that take their steps together run in threads
 
 
 def default_call(model: Any) -> Any:
@@ -137,18 +133,9 @@ def whole_rows() -> Iterator[None]:
     Without attention mask transformers reads from the positions whether there are several. On a GPU it waits for them,
     on the meta device it fails, and in a CUDA graph it makes a mask, with which attention is slower.
     """
-    if masking_utils.find_packed_sequence_indices is not _sequences:
-        masking_utils.find_packed_sequence_indices = _sequences
-    before = getattr(_inside, "rows", False)
-    _inside.rows = True
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        _inside.rows = before
-
-
-_original: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
-
-
-def _sequences(position_ids: Tensor) -> Tensor | None:
-    return None if getattr(_inside, "rows", False) else _original(position_ids)
+        masking_utils.find_packed_sequence_indices = original

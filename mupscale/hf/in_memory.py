@@ -12,8 +12,7 @@ from mupscale.discovery.discover import discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError, needs_extra, one_line
 from mupscale.growing.upscale import upscale as grow_checked
-from mupscale.hf.config import refuse_same_sizes, wide_config
-from mupscale.hf.depth import MOST_PARAMETERS, Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
+from mupscale.hf.depth import MOST_PARAMETERS, Counts, How, deepened, grown_config, hints_at_depth
 from mupscale.hf.family import CannotShrink, Family, on_meta
 from mupscale.hf.folder import read_folder
 from mupscale.hf.forward_pass import Call, default_call, logits_of, quiet
@@ -79,14 +78,9 @@ def upscale(
         narrow = model_or_folder
         _refuse_unless_pretrained(narrow)
     family = Family(type(narrow), call, watch)
-    config = wide_config(narrow.config, factor, keep_heads=keep_heads, only=only, fields=fields)
-    deepenings: list[Deepening] = []
-    if layers is None:
-        refuse_same_sizes(narrow.config, config, factor)
-    else:
-        deepenings = find_deepenings(family, narrow.config, layers, depth)
-    widens = config.to_dict() != narrow.config.to_dict()
-    found = _found(family, narrow, config) if widens else None
+    sizes: dict[str, Any] = {"keep_heads": keep_heads, "only": only, "fields": fields}
+    config, deepenings, is_wider = grown_config(family, narrow.config, factor, layers, depth, **sizes)
+    found = _found(family, narrow, config) if is_wider else None
     wide = _wide_model(narrow, deepened(config, deepenings))
     hints = hints_at_depth(narrow, wide, deepenings, found)
     settings: dict[str, Any] = {"hints": hints, "noise": noise, "seed": seed, "method": method}

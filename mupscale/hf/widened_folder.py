@@ -25,9 +25,8 @@ from transformers import AutoConfig, PretrainedConfig
 from mupscale.atomic import whole_folder
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError, refuse_unless_whole
-from mupscale.hf.config import refuse_same_sizes, wide_config
 from mupscale.hf.continuing import growth_record, written
-from mupscale.hf.depth import Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
+from mupscale.hf.depth import Counts, How, deepened, grown_config, hints_at_depth
 from mupscale.hf.family import Family, on_meta
 from mupscale.hf.folder import (
     CONFIG_FILE,
@@ -319,16 +318,10 @@ def upscale_folder(
     narrow = read_folder(Path(folder))
     if out.resolve().is_relative_to(narrow.path.resolve()):
         raise UserError(f"--out {out} lies inside the folder that is read; name another one")
-    family = Family(narrow.model_class, call, watch)
-    config = wide_config(narrow.config, factor, keep_heads=keep_heads, only=only, fields=fields)
-    deepenings: list[Deepening] = []
-    if layers is None:
-        refuse_same_sizes(narrow.config, config, factor)
-    else:
-        deepenings = find_deepenings(family, narrow.config, layers, depth)
+    sizes: dict[str, Any] = {"keep_heads": keep_heads, "only": only, "fields": dict(fields or {})}
     method = Duplication() if method is None else method
-    grown = {"factor": factor, "keep_heads": keep_heads, "only": only, "fields": dict(fields or {})}
-    job = _prepared(narrow, config, grown, deepenings, method, noise, seed, family)
+    family = Family(narrow.model_class, call, watch)
+    job = _prepared(narrow, family, factor, layers, depth, sizes, method, noise, seed)
     with whole_folder(out) as partial:
         rows = [(name, each.source.dtype, each.entry.wide_shape) for name, each in job.writer.tensors.items()]
         files = split_into_files(partial, rows, MOST_SHARD_BYTES)
@@ -361,32 +354,32 @@ def _counted(watch: Watch, words: str, total: int) -> Progress:
 
 def _prepared(
     folder: ModelFolder,
-    config: PretrainedConfig,
-    grown: dict[str, Any],
-    deepenings: Sequence[Deepening],
+    family: Family,
+    factor: float,
+    layers: Counts | None,
+    depth: How,
+    sizes: dict[str, Any],
     method: GrowthMethod,
     noise: Noise | None,
     seed: int,
-    family: Family,
 ) -> _Job:
     """Finds out how everything grows. UserError for all that does not."""
+    config, deepenings, is_wider = grown_config(family, folder.config, factor, layers, depth, **sizes)
     refuse_unless_whole("seed", seed, least=None)
     _refuse_method(method)
-    model_class = folder.model_class
-    narrow, wide = on_meta(model_class, folder.config), on_meta(model_class, config)
-    found = None
-    if config.to_dict() != folder.config.to_dict():
-        found = family.found_between(narrow, wide)
+    narrow, wide = on_meta(folder.model_class, folder.config), on_meta(folder.model_class, config)
+    found = family.found_between(narrow, wide) if is_wider else None
     if deepenings:
         config = deepened(config, deepenings)
-        wide = on_meta(model_class, config)
+        wide = on_meta(folder.model_class, config)
     plan = method.plan(narrow, wide, hints=hints_at_depth(narrow, wide, deepenings, found))
     method.check(plan)
     noise = method.choose_noise(noise, plan, narrow)
     growing, unused = growing_tensors(folder.tensors, plan, narrow, wide)
     refuse_unlike_twins(growing)
-    grown["layers"] = {each.field: {"depth": each.how, "sources": list(each.sources)} for each in deepenings}
-    settings = {"growth": grown, "method": type(method).__name__, "seed": seed}
+    by_field = {each.field: {"depth": each.how, "sources": list(each.sources)} for each in deepenings}
+    growth = {"factor": factor, **sizes, "layers": by_field}
+    settings = {"growth": growth, "method": type(method).__name__, "seed": seed}
     record = growth_record(plan, narrow, wide, method, settings)
     writer = FolderWriter({tensor.name: tensor for tensor in growing}, method, noise, seed)
     return _Job(folder, config, plan, unused, writer, record)
