@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from command_line import refused
 from model_folders import llama, load, logits, save
 
 import mupscale.hf
@@ -199,17 +198,3 @@ def test_old_parameters_can_be_frozen(tmp_path: Path) -> None:
         mupscale.hf.freeze_old_parameters(load(wide), wide)
     with pytest.raises(UserError, match=r"another model: 'model.layers.3.* is not in the model"):
         mupscale.hf.freeze_old_parameters(load(shallow), tmp_path / "deep")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--layers", "four"], "--layers four: give a whole number, or a field and its number"),
-        (["--layers", "4", "--layers", "5"], "--layers 4: give a whole number, or a field and its number"),
-        (["--factor", "2", "--depth", "stack"], "--depth stack says how a model gets more layers; give --layers too"),
-    ],
-)
-def test_the_command_refuses_in_one_line(options: list[str], message: str, tmp_path: Path) -> None:
-    shallow = save(llama(), tmp_path / "shallow")
-    assert message in refused("upscale", str(shallow), "--out", str(tmp_path / "deep"), *options)
-    assert not (tmp_path / "deep").exists()
