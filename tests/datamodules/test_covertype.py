@@ -209,14 +209,3 @@ def test_tensors_move_to_the_device_of_the_trainer_at_hand():
     data.setup("fit")
     for loader in (data.train_dataloader(), data.val_dataloader()):
         assert {tensor.device.type for tensor in loader.tensors} == {"meta"}
-
-
-@pytest.mark.parametrize("content", [b"", b"<html>please log in</html>"])
-def test_a_download_of_another_checksum_is_refused(
-    tmp_path: Path, archive: bytes, content: bytes, monkeypatch: pytest.MonkeyPatch
-):
-    with serving(content) as url:
-        monkeypatch.setattr(covertype, "URL", url)
-        with pytest.raises(UserError, match=r"failed \(cut short, damaged or another file: its sha256 is"):
-            Covertype(str(tmp_path / "new")).prepare_data()
-    assert names(tmp_path) == []

@@ -86,6 +86,13 @@ def test_a_thread_draws_the_next_order_while_an_epoch_is_used(monkeypatch: pytes
     assert epoch(copied) == epoch(batches) == epochs[2]
     assert (2, True) in drawn
 
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    alone = loader()
+    assert [epoch(alone), epoch(alone)] == epochs[:2]
+
 
 def test_the_order_ignores_and_leaves_the_global_generator():
     torch.manual_seed(0)
