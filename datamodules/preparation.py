@@ -69,13 +69,11 @@ class Progress:
         if path.exists():
             with undamaged(path):
                 progress = cls(**json_of(path.read_bytes()))
-                counts: list[Any] = []
-                for split in SPLITS:
-                    for tokens, documents in progress.files[split]:
-                        counts += tokens, documents
+                rows = [(tokens, documents) for split in SPLITS for tokens, documents in progress.files[split]]
                 if not isinstance(progress.preparation, dict) or not isinstance(progress.trained_on, dict | None):
                     raise ValueError("its preparation or vocabulary is not that of a preparation")
-                if any(type(count) is not int or count < 0 for count in counts) or len(progress.files) != len(SPLITS):
+                is_count = all(type(count) is int and count >= 0 for row in rows for count in row)
+                if not is_count or len(progress.files) != len(SPLITS):
                     raise ValueError("its files are not those of a preparation")
                 return progress
         own = (LOCK, partial(path).name)  # a process that ended before it wrote its first progress leaves them

@@ -11,7 +11,7 @@ from mupscale.commands.process import ArgumentParser, command_line, progress_bar
 from mupscale.datamodules.documents import SEPARATOR, FineWebEdu, TextFiles
 from mupscale.datamodules.preparation import TRAINING_BYTES, Prepared, prepare
 from mupscale.datamodules.token_files import SPLITS
-from mupscale.errors import as_user_errors, needs_extra
+from mupscale.errors import UserError, as_user_errors, needs_extra
 
 CONTEXT = 256
 """Tokens of a row, in the command that is printed at the end; fewer where a split is shorter."""
@@ -24,7 +24,9 @@ UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 def main(command: str, arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
-    if options.workers:
+    if options.workers is not None and options.workers < 1:
+        raise UserError(f"--workers must be at least 1, got {options.workers}")
+    if options.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(options.workers)  # read once, when tokenizers begins to encode
     with needs_extra("data"):
         import tokenizers  # noqa: F401
@@ -49,34 +51,29 @@ def main(command: str, arguments: list[str]) -> None:
 
 
 def parser() -> ArgumentParser:
-    vocab_help = (
-        "GPT-2's vocabulary, or a byte-level BPE of N tokens trained on the first "
-        f"{TRAINING_BYTES >> 20} MiB of training text"
-    )
-    held_out_help = "the fraction of documents to hold out (default %(default)s)"
-    threads_help = "the number of tokenising threads (default: one per core)"
-    tokens_help = "stop after the document that reaches this number of tokens (100M, 2.5B)"
     shared = ArgumentParser(add_help=False)
-    shared.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or an unfinished one")
-    shared.add_argument("--vocab", type=vocabulary, required=True, metavar="gpt2|N", help=vocab_help)
-    shared.add_argument("--val-fraction", type=float, default=0.01, metavar="F", help=held_out_help)
-    shared.add_argument("--workers", type=int, metavar="N", help=threads_help)
+    add = shared.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="a new folder, or an unfinished one")
+    bpe = f"a byte-level BPE of N tokens trained on the first {TRAINING_BYTES >> 20} MiB of training text"
+    add("--vocab", type=vocabulary, required=True, metavar="gpt2|N", help=f"GPT-2's vocabulary, or {bpe}")
+    held_out = "the fraction of documents to hold out (default %(default)s)"
+    add("--val-fraction", type=float, default=0.01, metavar="F", help=held_out)
+    add("--workers", type=int, metavar="N", help="the number of tokenising threads (default: one per core)")
+    stop = "stop after the document that reaches this number of tokens (100M, 2.5B)"
 
     answer = ArgumentParser(prog="python -m mupscale prepare", description=__doc__)
     kinds = answer.add_subparsers(dest="kind", required=True, metavar="fineweb|text")
-    about_fineweb = "Streams FineWeb-Edu from the Hugging Face Hub."
-    fineweb = kinds.add_parser("fineweb", help="stream FineWeb-Edu", description=about_fineweb, parents=[shared])
-    subset_help = "a subset of HuggingFaceFW/fineweb-edu: CC-MAIN-2013-20, sample-10BT, …"
-    fineweb.add_argument("--subset", required=True, help=subset_help)
-    fineweb.add_argument("--tokens", type=number_of_tokens, required=True, metavar="N", help=tokens_help)
+    about = "Streams FineWeb-Edu from the Hugging Face Hub."
+    add = kinds.add_parser("fineweb", help="stream FineWeb-Edu", description=about, parents=[shared]).add_argument
+    add("--subset", required=True, help="a subset of HuggingFaceFW/fineweb-edu: CC-MAIN-2013-20, sample-10BT, …")
+    add("--tokens", type=number_of_tokens, required=True, metavar="N", help=stop)
 
-    about_text = f"Tokenises local files. {TextFiles.__doc__}"
-    text = kinds.add_parser("text", help="tokenise local files", description=about_text, parents=[shared])
-    text.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    separator_help = "the line between two documents of a plain text ('' for empty lines; default %(default)s)"
-    text.add_argument("--separator", default=SEPARATOR, metavar="LINE", help=separator_help)
-    tokens_help += "; by default all documents are read"
-    text.add_argument("--tokens", type=number_of_tokens, metavar="N", help=tokens_help)
+    about = f"Tokenises local files. {TextFiles.__doc__}"
+    add = kinds.add_parser("text", help="tokenise local files", description=about, parents=[shared]).add_argument
+    add("files", nargs="+", type=Path, metavar="FILE")
+    between = "the line between two documents of a plain text ('' for empty lines; default %(default)s)"
+    add("--separator", default=SEPARATOR, metavar="LINE", help=between)
+    add("--tokens", type=number_of_tokens, metavar="N", help=f"{stop}; by default all documents are read")
     return answer
 
 
