@@ -531,7 +531,8 @@ class StopRequest:
 
     def end(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._note:  # Lightning ends its own, which came before, first
+                signal.signal(number, handler)
         self._before.clear()
 
     def obey(self) -> None:

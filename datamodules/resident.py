@@ -211,7 +211,8 @@ class ResidentLoader:
             plan = self._draw_plan(epoch)
         is_long = self._rows >= LONG and (self._shuffle or len(plan) > 1)
         if is_long and (ahead is None or ahead.epoch != epoch + 1):  # a stack and its loaders may ask one by one
-            self._drawing_ahead = PlanDrawing(self, epoch + 1)
+            with suppress(RuntimeError):  # where no thread can be started, it is drawn when it is needed
+                self._drawing_ahead = PlanDrawing(self, epoch + 1)
         # from pinned memory, the host does not wait for the steps under way
         return tuple(entries.to(self.tensors[0].device, non_blocking=entries.is_pinned()) for entries in plan)
 

@@ -163,6 +163,8 @@ def checkpoints_of_run(
 
     found: list[tuple[tuple[bool, int, bool, float], Path, dict[str, Any]]] = []
     identity = read_run(folder).get("id")
+    places: dict[str, Path] = {}
+    """A checkpoint of each run, if run.json does not say which is the folder's own."""
     for path in checkpoints_of(folder):
         checkpoint = peek(path)
         if checkpoint is None:
@@ -176,9 +178,17 @@ def checkpoints_of_run(
         else:
             is_of_run = run["id"] == identity
         # a sharded one keeps them outside of meta.pt
+        if is_of_run and identity is None and isinstance(run.get("id"), str):
+            places.setdefault(run["id"], path)
         if is_of_run and ("optimizer_states" in checkpoint or (path / METADATA).is_file()):
             rank = _counts(path, checkpoint), checkpoint["global_step"], _is_for_resuming(path), path.stat().st_mtime
             found.append((rank, path, checkpoint))
+    if len(places) > 1:
+        raise UserError(
+            f"{folder / RUN} is missing or damaged, and there are checkpoints of {len(places)} runs "
+            f"({', '.join(map(str, places.values()))}). Move those of the others elsewhere, or continue from one of "
+            "them in a new folder: fit --ckpt_path CHECKPOINT"
+        )
     return [(path, checkpoint) for _, path, checkpoint in sorted(found, key=lambda entry: entry[0], reverse=True)]
 
 

@@ -231,7 +231,13 @@ def number_in(value: Any) -> Any:
 # --- options and numbers that do not work in the runs of this project: the reason and the remedy
 
 
-LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0, "devices": -1}
+LEAST = {
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "log_every_n_steps": 0,
+    "devices": -1,
+    "gradient_clip_val": 0,
+}
 """Options of the trainer that Lightning does not check, and the least value that it can run with."""
 
 

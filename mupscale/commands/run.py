@@ -110,7 +110,7 @@ class RunStart:
                 if not takes_next:
                     raise
                 continue
-            if self.resumed is not None or _is_free(folder):
+            if self.resumed is not None or _is_free(folder, is_named=not takes_next):
                 self._claims.append(claim)
                 self.leftovers = leftovers  # only now: what appeared before may be another process's
                 return folder
@@ -141,11 +141,17 @@ def _folders_of_logger(trainer: Trainer) -> Iterator[Path]:
         forget_version(logger)
 
 
-def _is_free(folder: Path) -> bool:
-    """Whether a new run may have a folder: an attempt that died before its first checkpoint is none."""
+def _is_free(folder: Path, *, is_named: bool) -> bool:
+    """Whether a new run may have a folder: an attempt that died before its first checkpoint is none.
+
+    A folder that the user named may hold other files.
+    """
+    has_config = (folder / "config.yaml").exists()
+    if is_named:
+        return not has_config or newest_checkpoint(folder)[0] is None
     if (folder / RUN).exists():
         return newest_checkpoint(folder)[0] is None
-    return not any((folder / name).exists() for name in ("config.yaml", "checkpoints"))
+    return not has_config and not (folder / "checkpoints").exists()
 
 
 # --- what it writes, and says at its end

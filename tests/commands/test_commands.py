@@ -145,6 +145,8 @@ def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew(monkey
         with pytest.raises(RuntimeError, match="mine"):
             main(["fit", *named])
     (folder / "events.out.tfevents.1.dead").write_text("what it logged")
+    (folder / "run.json").unlink()  # as if the configuration were the user's own, in a folder with other files
+    (folder / "checkpoints").mkdir(exist_ok=True)
     assert (folder / "config.yaml").is_file()
     main(["fit", *named])
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["init_from"] is None

@@ -1,7 +1,9 @@
 """How runs end before their time: exit codes, one line that says where the run stands, and how to go on."""
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +58,19 @@ def signalled_before(owner: Any, name: str, number: int, step: int = 0) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, signalled)
         yield
+
+
+def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its handler of a signal, which holds the trainer, nor through it a network in the memory of a sweep."""
+    trainers: list[weakref.ref[Trainer]] = []
+    monkeypatch.setattr(Covertype, "teardown", lambda self, stage: trainers.append(weakref.ref(self.trainer)))
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False, max_steps=2)
+    for _ in range(2):
+        main(["fit", "--config", config])
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    gc.collect()
+    assert [trainer() for trainer in trainers] == [None, None]
 
 
 MOMENTS: dict[str, tuple[Any, str, int, int, int]] = {

@@ -91,6 +91,10 @@ def test_other_files_are_not_overwritten():
     with pytest.raises(ValueError, match="--out report has files but no report"):
         report()
     assert [path.name for path in Path("report").iterdir()] == ["index.html"]
+    report(out="again")
+    Path("again/summary.json").unlink()
+    report(out="again")
+    assert Path("again/summary.json").is_file()
     Path("file").write_text("")
     with pytest.raises(ValueError, match="--out file is a file"):
         report(out="file")

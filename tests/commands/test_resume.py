@@ -300,6 +300,12 @@ def test_the_identity_of_a_run_survives_lost_files(half_a_run: Path) -> None:
         assert newest_checkpoint(half_a_run)[0] == path
     message = refused("fit", "--config", "c.yaml", "--trainer.logger.version=version_0")
     assert "version_0 has a run already" in message
+    foreign = half_a_run / "checkpoints" / "resume" / "step=24.ckpt"
+    torch.save({**checkpoint, "mupscale_run": {**checkpoint["mupscale_run"], "id": "other"}}, foreign)
+    message = refused("resume", str(half_a_run))
+    assert "run.json is missing or damaged, and there are checkpoints of 2 runs" in message
+    assert str(foreign) in message
+    foreign.unlink()
     main(["resume", str(half_a_run)])
     after = json.loads((half_a_run / "run.json").read_text())
     assert after == {"id": checkpoint["mupscale_run"]["id"], "steps": 12, "steps_per_epoch": 6}

@@ -246,7 +246,8 @@ class Sweep(Part):
         best = self.best
         if best is None:
             raise UserError(
-                f"all {self.total} trials diverged: no best.yaml; sweep smaller learning rates or less noise"
+                f"all {self.total} trials diverged: no best.yaml; sweep smaller learning rates or less noise. "
+                f"{self.folder / 'trials.csv'} lists the trials"
             )
         drawn = draw_sweep(self.folder, self.settings, self.outcomes, best)
         swap = signal_swap(at(self.settings.config, best.point))

@@ -26,6 +26,9 @@ from mupscale.data_files import json_of
 from mupscale.errors import UserError
 from mupscale.text_tables import as_csv
 
+GENERATOR = '<meta name="generator" content="mupscale report">'
+"""In the head of every page, as the template has it."""
+
 
 def write_report(folders: list[Path], out: Path) -> list[Path]:
     """Writes a report on the runs in `folders` to `out`, and returns the paths of its files, the page first.
@@ -51,7 +54,7 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
 
 
 def files_of_report(out: Path) -> list[str]:
-    """The names of the files of the report in `out`, from its summary; none if it is new or empty.
+    """The names of the files of the report in `out`, from its summary; none if it has no summary, is new or empty.
 
     Raises a UserError if it has other files but no report.
     """
@@ -65,6 +68,8 @@ def files_of_report(out: Path) -> list[str]:
             return [name for name in names if name == Path(name).name]
     except (OSError, ValueError, KeyError, TypeError):
         pass
+    if (out / "index.html").is_file() and GENERATOR in (out / "index.html").read_text(errors="replace"):
+        return []
     raise UserError(f"--out {out} has files but no report; name a new folder, so that nothing is overwritten")
 
 
