@@ -305,7 +305,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "python": [version, torch.tensor(internal), gauss],
+        "python": [version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss],  # torch.tensor takes long
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
     }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
@@ -296,6 +297,13 @@ class RunCheckpoint(ModelCheckpoint, Strides):
             state, new = checkpoint["callbacks"].get(callback.state_key), str(callback.dirpath)
             if state is not None and state.get("dirpath") not in (None, new) and Path(new).is_dir():
                 checkpoint["callbacks"][callback.state_key] = in_folder(state, new)
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        """As Lightning's, which copies each metric by `deepcopy`: that calls forty functions, and training waits."""
+        candidates = {name: value.clone() for name, value in trainer.callback_metrics.items()}
+        for name, now in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+            candidates[name] = candidates[name].int() if name in candidates else torch.tensor(now)
+        return candidates
 
     # --- files
 

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Mapping
 from functools import cache
+from io import BytesIO
 from pathlib import Path
+from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
-from tensorboard.summary.writer import record_writer
+from tensorboard.summary.writer import event_file_writer, record_writer
 
 from mupscale.atomic import replacing
 from mupscale.models._lightning import close_writer, open_writer, run_folder
@@ -151,7 +153,9 @@ def tables(trainer: Trainer) -> list[CSVLogger]:
 
 
 def event_files(logger: TensorBoardLogger) -> dict[str, Path]:
-    return {path.name: path for path in Path(logger.log_dir).glob("events.out.tfevents.*")}
+    folder = Path(logger.log_dir)
+    names = os.listdir(folder) if folder.is_dir() else []
+    return {name: folder / name for name in names if name.startswith("events.out.tfevents.")}
 
 
 def cut_events(logger: TensorBoardLogger, lengths: dict[str, int]) -> None:
@@ -180,6 +184,73 @@ def cut_rows(logger: CSVLogger, rows: int) -> None:
     if len(there) > rows + 1:
         with replacing(table_of(logger)) as new:
             new.write_text("".join(there[: rows + 1]))
+
+
+# --- event files
+
+
+class DirectWriter:
+    """Takes the records of an event file in the thread that logs them.
+
+    TensorBoard has a thread for each file. One thread at a time runs Python: to wake it for every record, and to wait
+    for it at every checkpoint, takes a run longer than the work itself.
+
+    Records reach the file by `flush`, or `flush_secs` after the first of them; the next call raises the error of that.
+    """
+
+    def __init__(self, writer: record_writer.RecordWriter, max_queue_size: int = 20, flush_secs: float = 120) -> None:
+        self._seconds = flush_secs
+        self._records, self._buffer, self._file = writer, BytesIO(), writer._writer
+        writer._writer = self._buffer
+        self._lock = Lock()
+        self._timer: Timer | None = None
+        self._failure: Exception | None = None
+
+    def write(self, record: bytes) -> None:
+        with self._lock:
+            self._raise_failure()
+            self._records.write(record)
+            if self._timer is None:
+                self._timer = Timer(self._seconds, self._flush_late)
+                self._timer.daemon = True  # the end of a process does not wait for it
+                self._timer.start()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._raise_failure()
+            self._write_buffer()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            if not self._file.closed:
+                self._write_buffer()
+                self._file.close()
+
+    def _flush_late(self) -> None:
+        with self._lock:
+            self._timer = None
+            try:
+                if not self._file.closed:
+                    self._write_buffer()
+            except Exception as error:
+                self._failure = error
+
+    def _write_buffer(self) -> None:
+        records = self._buffer.getvalue()
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        if records:
+            self._file.write(records)
+            self._file.flush()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+event_file_writer._AsyncWriter = DirectWriter  # of all writers in this process
 
 
 # --- checksums

@@ -34,9 +34,16 @@ ON_DEVICE = 1 / 8
 thousandth of the time of a copy to the host, for which the device would have to wait."""
 
 SMALL = 2**24
-"""Bytes for which the host always has room. To ask how much of its memory is free takes longer than to copy them."""
+"""Bytes for which there is always room. To ask how much memory is free takes longer than to copy them."""
 
-CONSTANTS = (int, float, str, bool, bytes, type(None))
+JOINED = 2**20
+"""Bytes of the largest tensors that are copied together."""
+
+JOINABLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8})
+"""Of these types; `torch.cat` does not know all others."""
+
+CONSTANTS = frozenset({int, float, str, bool, bytes, type(None)})
+"""Types of values that nothing can change."""
 
 Operation = Callable[[], None]
 
@@ -115,8 +122,8 @@ class CheckpointFiles(TorchCheckpointIO):
         return super().load_checkpoint(path, *arguments, **options)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        tensors = copied_tensors(checkpoint) if self._defers else []
-        if not self._defers or not has_room(tensors):
+        copied = CheckpointCopy(checkpoint) if self._defers else None
+        if copied is None or not has_room(copied.tensors):
             self.wait()
             self._save(map_leaves(alone, checkpoint), path, storage_options)
             return
@@ -125,17 +132,14 @@ class CheckpointFiles(TorchCheckpointIO):
         with self._lock:
             self._lock.wait_for(lambda: self._copies < AT_ONCE)
         self.raise_error()
-        copied = copy_tensors(checkpoint, tensors, None if fits_on_device(tensors) else torch.device("cpu"))
-        is_there = torch.cuda.Event() if any(tensor.is_cuda for tensor in tensors) else None
-        if is_there is not None:
-            is_there.record()
+        copied.take()
         with self._lock:
             self._copies += 1
 
         def save() -> None:
-            nonlocal copied
-            copied = self._on_host(copied, is_there)  # the memory of the GPU is free before the file is written
-            self._save(copied, path, storage_options)
+            assert copied is not None
+            copied.finish()  # the memory of the GPU is free before the file is written
+            self._save(copied.content, path, storage_options)
 
         def forget() -> None:
             nonlocal copied
@@ -145,19 +149,6 @@ class CheckpointFiles(TorchCheckpointIO):
                 self._lock.notify_all()
 
         self.later(save, forget)
-
-    def _on_host(self, checkpoint: Any, is_there: torch.cuda.Event | None) -> Any:
-        """A copy in the memory of the host, made beside what the GPU does once an event is there."""
-        tensors = copied_tensors(checkpoint)
-        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if gpu is None or is_there is None:
-            return checkpoint
-        stream = THREAD.stream(gpu)
-        with torch.cuda.stream(stream):
-            is_there.synchronize()
-            copied = copy_tensors(checkpoint, tensors, torch.device("cpu"))
-            stream.synchronize()
-        return copied
 
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if storage_options is not None or is_remote(path):
@@ -266,60 +257,118 @@ def alone(value: Any) -> Any:
     return value.clone() if is_part else value
 
 
-def copied_tensors(checkpoint: Any) -> list[Tensor]:
-    """The tensors of a checkpoint whose memory `copy_tensors` copies; all other objects copy themselves."""
-    found: list[Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if is_copied(leaf) else None, checkpoint)
-    return found
+class CheckpointCopy:
+    """A copy of a checkpoint, which nothing changes. Its tensors share what they shared; they are on the host.
 
-
-def copy_tensors(checkpoint: Any, tensors: list[Tensor], device: torch.device | None) -> Any:
-    """A copy of a checkpoint, which nothing changes; its tensors share what they shared.
-
-    Args:
-        checkpoint: What is copied.
-        tensors: Its `copied_tensors`.
-        device: Where the copies are; by default where the tensors are.
+    The tensors of `content` are empty at first. `take` copies the memory of the `tensors`, which may change from then
+    on, and `finish`, in any thread, fills `content`. Small tensors are copied together: with a call for each, a small
+    network would wait for several steps.
     """
-    whole = {id(tensor): alone(tensor) for tensor in tensors}
-    copies: dict[tuple[torch.device, int], Tensor] = {}
-    for tensor in whole.values():
-        if address_of(tensor) not in copies:
-            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            copies[address_of(tensor)] = source.to(device or source.device, copy=True)
-    memo: dict[int, Any] = {}
-    for key, tensor in whole.items():
-        copied = copies[address_of(tensor)]
-        place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        made = torch.empty(0, dtype=tensor.dtype, device=copied.device).set_(copied.untyped_storage(), *place)
-        memo[key] = made.requires_grad_(tensor.requires_grad)
-    return map_leaves(lambda leaf: leaf if type(leaf) in CONSTANTS else copy.deepcopy(leaf, memo), checkpoint)
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.tensors: list[Tensor] = []
+        """Those of the checkpoint whose memory is to be copied; all other objects copy themselves, at once."""
+        self._made: list[Tensor] = []
+        self._places: list[tuple[Address, int, torch.Size, tuple[int, ...], bool]] = []
+        """Of each tensor that was made: where in which memory it is, and whether it has a gradient."""
+        self._copies: list[tuple[list[tuple[Address, int]], Tensor]] = []
+        """Whose memory a copy holds, with the numbers of bytes, one after another."""
+        self._is_there: torch.cuda.Event | None = None
+        self._memo: dict[int, Any] = {}
+        self.content = map_leaves(self._copy, checkpoint)
+        self._memo.clear()
+
+    def _copy(self, leaf: Any) -> Any:
+        if not is_copied(leaf):
+            return copy.deepcopy(leaf, self._memo)
+        made = self._memo.get(id(leaf))
+        if made is None:
+            made = self._memo[id(leaf)] = torch.empty(0, dtype=leaf.dtype, device="cpu")
+            self.tensors.append(leaf)
+            self._made.append(made)
+        return made
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copies the tensors: on a GPU with room for that, without waiting for it, and otherwise to the host."""
+        groups: dict[Any, list[tuple[Address, Tensor]]] = {}
+        known: set[Address] = set()
+        for tensor in map(alone, self.tensors):
+            storage, device = tensor.untyped_storage(), tensor.device
+            size, address = storage.nbytes(), (device, storage.data_ptr())
+            self._places.append((address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.requires_grad))
+            if address not in known:
+                known.add(address)
+                memory = tensor.as_strided((size // tensor.itemsize,), (1,), 0)
+                is_small = size <= JOINED and tensor.dtype in JOINABLE
+                groups.setdefault((device, tensor.dtype) if is_small else address, []).append((address, memory))
+        memories = [[memory for _, memory in group] for group in groups.values()]
+        on_host = not fits_on_device(self.tensors)
+        try:
+            copies = [joined(parts, on_host=on_host) for parts in memories]
+        except torch.OutOfMemoryError:  # where less is left than is small
+            copies = [joined(parts, on_host=True) for parts in memories]
+        for group, copied in zip(groups.values(), copies, strict=True):
+            self._copies.append(([(address, memory.nbytes) for address, memory in group], copied))
+        gpu = next((copied.device for copied in copies if copied.is_cuda), None)
+        self._is_there = None if gpu is None else torch.cuda.current_stream(gpu).record_event()
+        self.tensors.clear()
+
+    def finish(self) -> None:
+        """Fills `content`, beside what the GPU has to do since `take`."""
+        hosted = [copied for _, copied in self._copies]
+        if self._is_there is not None:
+            stream = THREAD.stream(next(copied.device for copied in hosted if copied.is_cuda))
+            with torch.cuda.stream(stream):
+                self._is_there.synchronize()
+                hosted = [copied.cpu() for copied in hosted]
+                stream.synchronize()
+        storages: dict[Address, torch.UntypedStorage] = {}
+        for (sizes, _), copied in zip(self._copies, hosted, strict=True):
+            # a file has all of a tensor's storage, so each gets one of its own, without another copy
+            memory, start = copied.view(torch.uint8).numpy(), 0
+            for address, size in sizes:
+                storages[address] = torch.from_numpy(memory[start : start + size]).untyped_storage()
+                start += size
+        self._copies.clear()
+        for made, (address, *place, requires_grad) in zip(self._made, self._places, strict=True):
+            made.set_(storages[address], *place).requires_grad_(requires_grad)
 
 
-def address_of(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+Address = tuple[torch.device, int]
+"""Of the memory of a tensor."""
+
+
+def joined(parts: list[Tensor], *, on_host: bool) -> Tensor:
+    """Vectors one after another, in other memory."""
+    if len(parts) == 1:
+        return parts[0].to("cpu" if on_host else None, copy=True)
+    return torch.cat([part.cpu() for part in parts] if on_host else parts)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nest of plain dicts, lists and tuples, with what the function makes of everything else.
+    """The same nest of plain dicts, lists and tuples, with what the function makes of all else but constants.
 
-    torch's `tree_map` takes ten times as long, which a small network waits for.
+    torch's `tree_map` takes ten times as long, which a small network waits for. Most of a checkpoint is constants, so
+    this calls nothing for them.
     """
-    if type(value) is dict:
-        return {key: map_leaves(function, inner) for key, inner in value.items()}
-    if type(value) is OrderedDict:
-        made = OrderedDict((key, map_leaves(function, inner)) for key, inner in value.items())
-        vars(made).update(vars(value))  # the versions of a network's modules
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        made = kind()
+        for key, inner in value.items():
+            made[key] = inner if type(inner) in CONSTANTS else map_leaves(function, inner)
+        if kind is OrderedDict:
+            vars(made).update(vars(value))  # the versions of a network's modules
         return made
-    if type(value) in (list, tuple):
-        return type(value)(map_leaves(function, inner) for inner in value)
+    if kind is list or kind is tuple:
+        return kind([inner if type(inner) in CONSTANTS else map_leaves(function, inner) for inner in value])
     return function(value)
 
 
 def is_copied(value: Any) -> bool:
     is_plain = type(value) is Tensor and not vars(value) and value.layout == torch.strided
     is_odd = is_plain and (value.is_quantized or value.is_conj() or value.is_neg())
-    return is_plain and not is_odd and value.device.type in ("cpu", "cuda")
+    return is_plain and not is_odd and (value.is_cuda or value.is_cpu)
 
 
 def has_room(tensors: list[Tensor]) -> bool:
@@ -331,7 +380,8 @@ def has_room(tensors: list[Tensor]) -> bool:
 def fits_on_device(tensors: list[Tensor]) -> bool:
     """Whether a copy of these tensors may lie beside them for a while; tensors of the host always may."""
     on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
-    return not on_gpu or bytes_of(on_gpu) <= ON_DEVICE * unreserved_bytes(on_gpu[0].device)
+    needed = bytes_of(on_gpu)
+    return needed <= SMALL or needed <= ON_DEVICE * unreserved_bytes(on_gpu[0].device)
 
 
 def bytes_of(tensors: list[Tensor]) -> int:

@@ -1,11 +1,13 @@
 """Private names of other libraries: each is there, and none is touched outside of the files for it."""
 
 import ast
+import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
@@ -72,7 +75,7 @@ LIGHTNING = {
 LIGHTNING_IMPORTS = {
     "_configure_optimizers", "_call_and_handle_interrupt", "_call_callback_hooks", "_call_lightning_module_hook",
     "_call_teardown_hook", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop", "_DataLoaderSource", "_Stateful",
-    "_MultiProcessingLauncher",
+    "_MultiProcessingLauncher", "_BaseProgress",
 }  # fmt: skip
 
 HOOKS = {"_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"}
@@ -149,6 +152,17 @@ def test_a_module_still_keeps_the_name_of_its_one_argument() -> None:
             self.save_hyperparameters(config)
 
     assert vars(Module({"width": 8}))["_hparams_name"] == "config"
+
+
+def kinds_below(kind: type) -> set[type]:
+    return {kind}.union(*map(kinds_below, kind.__subclasses__()))
+
+
+@pytest.mark.parametrize("kind", kinds_below(_BaseProgress), ids=lambda kind: kind.__name__)
+def test_a_counter_still_holds_numbers_and_counters(kind: Any) -> None:
+    """Then what we save of it is what Lightning does."""
+    assert kind().state_dict() == dataclasses.asdict(kind())
+    assert all(isinstance(part, int | str | _BaseProgress) for part in vars(kind()).values())
 
 
 def test_a_data_loader_still_keeps_its_iterator() -> None:

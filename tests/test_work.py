@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_iter
 
 import mupscale
 from mupscale.callbacks import plain
+from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -36,7 +37,7 @@ from mupscale.cuda_graph import step_kind
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models import base, checkpoint_files
 from mupscale.models.base import Growable
-from mupscale.models.checkpoint_files import CheckpointFiles
+from mupscale.models.checkpoint_files import CheckpointCopy, CheckpointFiles
 from mupscale.models.gpt2 import GPT2
 
 LOG_EVERY = 10
@@ -46,7 +47,13 @@ cosine = partial(CosineAnnealingLR, T_max=1000)
 
 
 def fit(
-    module: Growable, folder: Path, *callbacks: Callback, steps: int = 25, batches: int = 100, **settings: Any
+    module: Growable,
+    folder: Path,
+    *callbacks: Callback,
+    steps: int = 25,
+    batches: int = 100,
+    saver: RunCheckpoint | None = None,
+    **settings: Any,
 ) -> Trainer:
     """A run with everything on that a run has by default."""
     seed_everything(0, verbose=False)
@@ -59,7 +66,7 @@ def fit(
         enable_model_summary=False,
         callbacks=[
             *default_callbacks([]),
-            RunCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=500),
+            saver or RunCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=500),
             *callbacks,
         ],
         **settings,
@@ -246,6 +253,37 @@ def test_a_fast_loop_calls_few_functions(tmp_path: Path) -> None:
     captured = python_calls(tmp_path / "captured", FastLoop(cuda_graph=True))
     assert fast < 0.85 * lightning
     assert captured < 0.2 * lightning
+
+
+@pytest.mark.usefixtures("captures")
+def test_events_call_few_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What training waits for: 1,400 for a checkpoint that a thread writes, once 3,500; 220 for a log."""
+    monkeypatch.setattr(checkpoint_files, "pays_in_background", lambda trainer: True)
+    counts: dict[str, int] = {}
+
+    def counted(hook: Any, name: str) -> Callable[..., None]:
+        def call(self: Callback, trainer: Trainer, *arguments: Any) -> None:
+            before = calls()
+            hook(self, trainer, *arguments)
+            counts[f"{name} {trainer.global_step}"] = calls() - before
+
+        return call
+
+    monkeypatch.setattr(RunCheckpoint, "on_train_batch_end", counted(RunCheckpoint.on_train_batch_end, "checkpoint"))
+    monkeypatch.setattr(Curves, "on_steps", counted(Curves.on_steps, "log"))
+    with counted_calls() as calls:
+        saver = RunCheckpoint(dirpath=tmp_path / "checkpoints", every_n_train_steps=15, save_last="link")
+        fit(mlp(optimizer=ADAMW), tmp_path, FastLoop(cuda_graph=True), saver=saver, steps=41)
+    assert counts["checkpoint 30"] < 1700
+    assert counts["log 20"] < 260
+
+
+def test_a_checkpoint_is_copied_by_one_kernel_for_any_number_of_small_tensors() -> None:
+    for count in (2, 100):
+        counting, copied = Operations(), CheckpointCopy([torch.ones(2, 3) for _ in range(count)])
+        with counting:
+            copied.take()
+        assert counting.by_step[0] == {"aten::cat": 1}
 
 
 # --- a swap

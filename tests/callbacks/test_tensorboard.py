@@ -1,8 +1,11 @@
 """The tags of a run in TensorBoard, which decide the order of its cards; checksums, and tables of a resumed run."""
 
 import csv
+import errno
 import os
 import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,16 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c a
 from tensorboard.summary.writer import record_writer
 
 from mupscale.__main__ import main
-from mupscale.callbacks.tensorboard import LONGEST, LossFirstLogger, keep_tables, loss_first, masked_crc32c, tag_in
+from mupscale.callbacks.tensorboard import (
+    LONGEST,
+    DirectWriter,
+    LossFirstLogger,
+    event_files,
+    keep_tables,
+    loss_first,
+    masked_crc32c,
+    tag_in,
+)
 from mupscale.commands.cli import parsed
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -108,6 +120,55 @@ def test_a_logger_writes_by_it(tmp_path: Path) -> None:
     events = EventAccumulator(logger.log_dir)  # refuses records whose checksum is wrong
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 0.5)]
+
+
+# --- event files
+
+
+def length(logger: LossFirstLogger) -> int:
+    return sum(path.stat().st_size for path in event_files(logger).values())
+
+
+def test_records_reach_their_file_without_a_thread(tmp_path: Path) -> None:
+    logger = LossFirstLogger(str(tmp_path), "run", "0")
+    before = threading.enumerate()
+    lengths = []
+    for step in range(3):
+        logger.log_metrics({"train/loss": 0.5}, step)
+        logger.experiment.flush()
+        lengths.append(length(logger))
+    assert lengths == sorted(set(lengths)), "each flush writes"
+    assert [type(thread) for thread in threading.enumerate() if thread not in before] == [threading.Timer]
+    logger.finalize("success")
+
+
+def test_records_reach_their_file_some_time_later(tmp_path: Path) -> None:
+    logger = LossFirstLogger(str(tmp_path), "run", "0", flush_secs=0.01)
+    logger.experiment.flush()
+    before = length(logger)
+    logger.log_metrics({"train/loss": 0.5}, 3)
+    deadline = time.monotonic() + 60
+    while length(logger) == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert length(logger) > before
+    logger.finalize("success")
+
+
+def test_an_error_of_a_file_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = LossFirstLogger(str(tmp_path), "run", "0", flush_secs=0.01)
+    logger.experiment.flush()
+    writer = logger.experiment.file_writer.event_writer._async_writer
+    assert isinstance(writer, DirectWriter)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._file, "flush", full)
+        logger.log_metrics({"train/loss": 0.5}, 3)
+        writer._timer.join(60)
+    with pytest.raises(OSError, match="No space left on device"):
+        logger.log_metrics({"train/loss": 0.5}, 4)
 
 
 # --- tables

@@ -4,7 +4,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mupscale.callbacks.tensorboard import LossFirstLogger
 from mupscale.models import checkpoint_files
-from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, copied_tensors, copy_tensors
+from mupscale.models.checkpoint_files import AT_ONCE, CheckpointCopy, CheckpointFiles
 
 
 class Uploading(TensorBoardLogger):
@@ -228,8 +228,13 @@ def test_without_room_for_a_copy_the_file_is_written_at_once(
     assert files._asked == 0
 
 
-def host_copy(checkpoint: Any) -> Any:
-    return copy_tensors(checkpoint, copied_tensors(checkpoint), torch.device("cpu"))
+def host_copy(checkpoint: Any, change: Callable[[], object] = lambda: None) -> Any:
+    """A copy, finished after a change."""
+    copied = CheckpointCopy(checkpoint)
+    copied.take()
+    change()
+    copied.finish()
+    return copied.content
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -242,24 +247,55 @@ def test_the_versions_of_modules_are_kept(in_background: bool, tmp_path: Path) -
     assert torch.load(tmp_path / "a.ckpt")["state_dict"]._metadata == {"": {"version": 2}}
 
 
-def test_a_copy_shares_what_the_checkpoint_shares() -> None:
-    table = torch.arange(6.0).reshape(2, 3)
-    part = torch.arange(100.0)[10:12]
+@pytest.mark.parametrize("fits", [False, True])
+@pytest.mark.parametrize("joined", [checkpoint_files.JOINED, 0])
+def test_a_copy_shares_what_the_checkpoint_shares(fits: bool, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_files, "JOINED", joined)
+    monkeypatch.setattr(checkpoint_files, "fits_on_device", lambda tensors: fits)
+    table, part = torch.arange(6.0).reshape(2, 3), torch.arange(100.0)[10:12]
+    images = torch.arange(16.0).reshape(1, 2, 2, 4).to(memory_format=torch.channels_last)
     inner = [1, {"a": 2}]
-    checkpoint = OrderedDict(tied=table, same=table, turned=table.T, part=part, inner=inner, empty=torch.empty(0, 3))
-    copied = host_copy(checkpoint)
-    table += 1
-    part += 1
-    inner[1]["a"] = 3
+    checkpoint = OrderedDict(
+        tied=table, same=table, turned=table.T, part=part, images=images, inner=inner,
+        empty=torch.empty(0, 3), flags=torch.tensor([True, False]), halves=torch.ones(3, dtype=torch.bfloat16),
+        again={"tied": table}, more=torch.arange(3, dtype=torch.float64),
+    )  # fmt: skip
+
+    def change() -> None:
+        table.add_(1)
+        part.add_(1)
+        images.add_(1)
+        inner[1]["a"] = 3
+
+    copied = host_copy(checkpoint, change)
     assert copied["tied"] is copied["same"]
+    assert copied["tied"] is copied["again"]["tied"]
     assert copied["turned"].untyped_storage().data_ptr() == copied["tied"].untyped_storage().data_ptr()
     assert copied["tied"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert copied["turned"].stride() == (1, 3)
     assert copied["part"].tolist() == [10, 11]
-    assert copied["part"].untyped_storage().nbytes() == 8, "a part has its own memory"
+    assert torch.equal(copied["images"], images - 1)
+    assert copied["images"].stride() == images.stride()
     assert copied["inner"] == [1, {"a": 2}]
     assert copied["empty"].shape == (0, 3)
+    assert [copied[name].tolist() for name in ("flags", "halves", "more")] == [[True, False], [1, 1, 1], [0, 1, 2]]
+    for tensor in (value for value in copied.values() if isinstance(value, torch.Tensor)):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a file has nothing of the others"
     assert type(copied) is OrderedDict
+
+
+def test_without_memory_on_the_device_a_copy_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def full(parts: list[Tensor], *, on_host: bool, function: Any = checkpoint_files.joined) -> Tensor:
+        asked.append(on_host)
+        if not on_host:
+            raise torch.OutOfMemoryError
+        return function(parts, on_host=on_host)
+
+    monkeypatch.setattr(checkpoint_files, "joined", full)
+    assert [tensor.tolist() for tensor in host_copy([torch.ones(2), torch.zeros(1)])] == [[1, 1], [0]]
+    assert asked == [False, True]
 
 
 def test_tensors_of_other_kinds_copy_themselves() -> None:
