@@ -28,28 +28,26 @@ Kind = Literal["feed_forward", "heads", "width", "kept", "refused", "unknown"]
 
 _KEPT = (  # names that look like widths and are none
     # of one head, of a low-rank factor, of a state, of a group
-    r"(.*_)?head_?dim(_.*)?|(.*_)?head_size|dim_head|d_head|d_kv|d_rel|kv_channels|key_dim|(mamba_)?d_(state|conv|head)",
-    r"mamba_d_(state|conv|head)|groups_width|(?!time_step_|mamba_dt_)(.*_)?rank|(.*_)?(ssm_)?state_(size|dim)",
-    r"rotary_(emb_)?dim|rotary_ndims|(.*_)?kernel_dim|conv1d_width",
+    r"(.*_)?head_?dim(_.*)?|(.*_)?head_size|(.*_)?dim_head|d_kv|d_rel|kv_channels|key_dim|(mamba_)?d_(state|conv|head)",
+    r"groups_width|(?!time_step_|mamba_dt_)(.*_)?rank|(.*_)?(ssm_)?state_(size|dim)",
+    r"rotary_(emb_)?dim|(.*_)?kernel_dim|conv1d_width",
     # what goes in and comes out
     r"(.*_)?vocab_sizes?|codebook_(size|dim)|(.*_)?codevector_dim|(.*_)?image_sizes?|(.*_)?img_size|(.*_)?patch_size",
-    r"num_channels(_out)?|(audio_|input_|stem_num_)?channels|input_num_channels|output_num_channels|patch_sizes|in_chans",
+    r"num_.*(features|channels)|(audio_|input_|stem_num_)?channels|input_num_channels|output_num_channels|patch_sizes",
     r"(text_|audio_|vision_)?projection_dim|project_dim|classifier_proj_size|(xvector_)?output_dim|input_dim",
     r"feature_projection_input_dim|(act|state|max_action|max_state|mel|model_in|visual_pos|visual_feat|query)_dim",
     r"visual_embedding_dim|speaker_embedding_(dim|size)|(lang|spkr|speaker)_embed_dim|dim_bbox(_.*)?|sampling_dim",
-    r"input_feat_per_channel|num_mel_bins|pooler_output_size|dim_model_base|retrieval_vector_size|mask_input_channels",
-    r"output_channels_(image|text)|head_out_channels|image_embedding_size|frequency_embedding_size|latent_(dim|size)",
+    r"input_feat_per_channel|pooler_output_size|dim_model_base|retrieval_vector_size|(.*_)?input_channels",
+    r"head_out_channels|image_embedding_size|frequency_embedding_size|latent_(dim|size)",
     # lengths, windows, strides, counts
     r"(.*_)?(window|block|chunk|kernel|merge|stride|grid|masked_unit|beam|batch|pool|roi|crop|tile|tubelet)_?sizes?",
     r"(.*_)?(window|kernel)_size_.*|(.*_)?(stride|max|min|num)_?sizes|(.*_)?feat(ure)?_sizes|(.*_)?rope_(feat|k)_sizes",
     r"(.*_)?(cache|ngram|group|posemb|pos_emb|frame|shot|spec|input|image_feature_pool|mask|freq|final|train)_size",
-    r"median_filter_width|pos_emb_width|width_factor|image_width|hop_size|temperature_width|block_sizes",
-    r"index_n_heads|guided_attention_loss_num_heads|heads_per_ngram|fine_matching_slice_dim|o_groups|window_.*_size",
-    r"resblock_(dilation|stride|kernel)_sizes|upsample_kernel_sizes|model_parallel_size",
-    r"base_attn_unit_dims|num_.*(features|channels)|chunk_size_.*|max_pos_emb|scale_emb|context_size|feature_size|input_feat_size|patch_dim",
-    r"(.*_)?prompt_size|intermediate_multiple_size|(.*_)?dim_head|(.*_)?input_channels|kernel_predictor_conv_size",
-    r"_label_trainable_num_channels|depth_separable_channels|position_embedding_size|window_positional_.*",
-    r"(low_res_)?mask_size|num_dense_dim|.*_dilation_sizes|fpn_feature_size|pretrained_window_sizes|keypoint_decoder_dim",
+    r"median_filter_width|pos_emb_width|width_factor|image_width|hop_size|temperature_width|intermediate_multiple_size",
+    r"index_n_heads|guided_attention_loss_num_heads|fine_matching_slice_dim|o_groups|window_.*_size|.*_dilation_sizes",
+    r"model_parallel_size|base_attn_unit_dims|chunk_size_.*|max_pos_emb|scale_emb|context_size|feature_size|patch_dim",
+    r"(.*_)?prompt_size|kernel_predictor_conv_size|_label_trainable_num_channels|depth_separable_channels",
+    r"position_embedding_size|window_positional_.*|num_dense_dim|fpn_feature_size|keypoint_decoder_dim|input_feat_size",
 )
 _FEED_FORWARD = (
     r"(.*_)?intermediate_(dim|size)s?(_.*)?|(.*_)?ffn_(dim|size|hidden_size)|n_inner|d_inner|d_ff|dff|dim_ff|block_ff_dim",
