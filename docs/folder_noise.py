@@ -7,7 +7,7 @@ without the state of an optimizer, as a released checkpoint is. Text is the embe
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,7 +36,7 @@ NOISES: dict[str, Noise | None] = {
     "centred, std 0.05": AdditiveNoise(0.05, centred=True),
     **{f"centred, t {t}": SignalNoise(t, centred=True) for t in (0.1, 0.3, 1.0)},
 }
-RATE = 2e-3
+RATE, STEPS = 2e-3, 200
 
 
 def batches(kind: str, images: Path | None, seed: int) -> tuple[Iterator[Any], list[Any]]:
@@ -60,10 +60,10 @@ def loss_of(model: Any, batch: Any) -> Tensor:
     return model(pixel_values=batch[0].float(), labels=batch[1].long()).loss
 
 
-def train(model: Any, groups: Any, data: Iterator[Any], steps: int) -> None:
+def train(model: Any, groups: Any, data: Iterator[Any]) -> None:
     optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.1)
     model.train()
-    for _ in range(steps):
+    for _ in range(STEPS):
         loss = loss_of(model, next(data))
         optimizer.zero_grad()
         loss.backward()
@@ -77,44 +77,34 @@ def held_out_loss(model: Any, held_out: list[Any]) -> float:
     return fmean(float(loss_of(model, batch)) for batch in held_out)
 
 
-def measure(kind: str, images: Path | None, steps: int, seed: int, show: Callable[[str], None]) -> None:
+def measure(kind: str, images: Path | None) -> None:
     """Prints, for each noise, the change of the outputs at the growth, and the held-out loss after the training."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
     family = AutoModelForImageClassification if kind == "vit" else AutoModelForCausalLM
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     narrow = family.from_config(AutoConfig.for_model(kind, **CONFIGS[kind]))
-    data, held_out = batches(kind, images, seed)
-    train(narrow, narrow.parameters(), data, steps)
+    data, held_out = batches(kind, images, seed=0)
+    train(narrow, narrow.parameters(), data)
     before = held_out_loss(narrow, held_out)
     probe = held_out[0][:2, :-1] if kind != "vit" else held_out[0][0][:2].float()
     wide, found = mupscale.hf.upscale(narrow, 2)
     for name, noise in NOISES.items():
         wide = family.from_config(wide.config)
-        report = mupscale.upscale(
-            narrow, wide, hints=found.plan, noise=noise, seed=seed, call=lambda model: model(probe)
-        )
+        report = mupscale.upscale(narrow, wide, hints=found.plan, noise=noise, call=lambda model: model(probe))
         with torch.no_grad():
             change = difference(narrow(probe), wide(probe))
         at_once = held_out_loss(wide, held_out)
-        data, _ = batches(kind, images, seed + 100)
-        train(wide, mupscale.hf.parameter_groups(wide, report, lr=RATE, weight_decay=0.1), data, steps)
+        data, _ = batches(kind, images, seed=100)
+        train(wide, mupscale.hf.parameter_groups(wide, report, lr=RATE, weight_decay=0.1), data)
         after = held_out_loss(wide, held_out)
-        show(f"{kind} | {seed} | {name} | {change:.1%} | {before:.3f} | {at_once:.3f} | {after:.3f}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=Path)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--models", nargs="+", default=list(CONFIGS))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for seed in range(options.seeds):
-        for kind in options.models:
-            measure(kind, options.images, options.steps, seed, lambda line: print(line, flush=True))
+        print(f"{kind} | {name} | {change:.1%} | {before:.3f} | {at_once:.3f} | {after:.3f}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for kind in CONFIGS:
+        measure(kind, options.images)
