@@ -54,29 +54,26 @@ def timed(*command: str) -> tuple[float, float]:
     return time.perf_counter() - start, used
 
 
-def upscale(narrow: Path, wide: Path, layers: int | None, noise: float | None) -> tuple[float, float]:
+def upscale(narrow: Path, wide: Path, layers: int | None) -> tuple[float, float]:
     """Widens a folder, or deepens it to so many layers."""
-    options = [] if noise is None else ["--noise", str(noise)]
-    options += ["--factor", "2"] if layers is None else ["--layers", str(layers)]
-    command = ["upscale", str(narrow), "--out", str(wide), *options]
-    return timed(sys.executable, "-m", "mupscale", *command)
+    options = ["--factor", "2"] if layers is None else ["--layers", str(layers)]
+    return timed(sys.executable, "-m", "mupscale", "upscale", str(narrow), "--out", str(wide), *options)
 
 
-def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float | None) -> Row:
+def measure(where: Path, layers: int, *, quick: bool, deep: bool) -> Row:
     narrow, wide, copy = where / "narrow", where / "wide", where / "copy"
     new = 2 * layers if deep else None
     write_narrow(where / "tiny", layers if deep else 1, quick=True)
-    start_up, _ = upscale(where / "tiny", where / "tiny-wide", new, noise)
+    start_up, _ = upscale(where / "tiny", where / "tiny-wide", new)
     write_narrow(narrow, layers, quick=quick)
     narrow_gb = gb_of(narrow)
-    seconds, cpu = upscale(narrow, wide, new, noise)
+    seconds, cpu = upscale(narrow, wide, new)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     shutil.rmtree(narrow)  # which leaves its room on the disk to the copy
     copy_seconds, copy_cpu = timed("cp", "-r", str(wide), str(copy))
     return {
         "layers": layers,
         "deep": deep,
-        "noise": noise,
         "narrow_gb": narrow_gb,
         "wide_gb": gb_of(wide),
         "start_up_seconds": start_up,
@@ -93,11 +90,10 @@ def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float |
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     layers = options.layers or (2 if options.quick else 8)
     with tempfile.TemporaryDirectory() as where:
-        yield measure(Path(where), layers, quick=options.quick, deep=options.deep, noise=options.noise)
+        yield measure(Path(where), layers, quick=options.quick, deep=options.deep)
 
 
 OPTIONS: Options = {
     "--deep": {"action": "store_true", "help": "double the number of layers, not the width"},
     "--layers": {"type": int, "help": "layers of the narrow model (default 8, which needs 32 GB of disk)"},
-    "--noise": {"type": float, "help": "with noise, which needs a tensor at once"},
 }
