@@ -11,14 +11,7 @@ from torch import Tensor, nn
 
 from mupscale.checks.comparison import MASKED, Match, gradient_errors, match, planned_layouts, relative_error, size_of
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
-from mupscale.checks.recording import (
-    buffers_kept,
-    copied,
-    copy_to_compare,
-    float_copies,
-    generators_kept,
-    training_mode,
-)
+from mupscale.checks.recording import buffers_kept, copy_to_compare, float_copies, generators_kept, training_mode
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError, one_line
 from mupscale.methods.base import GrowthMethod
@@ -285,7 +278,7 @@ class _Check:
 
     def _tolerance_in_float32(self) -> _Tolerance:
         """Ten times the distance of the narrow float32 model from the same one in float64."""
-        twin = copied("upscale: narrow", self.narrow).eval()
+        twin = copy_to_compare("upscale: narrow", self.narrow, perturbed=False)
         try:
             outputs, gradients = self._pass_of_narrow(twin, dtype=torch.float64)
         except _Fails:  # an operation may not exist in float64

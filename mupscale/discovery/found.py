@@ -13,7 +13,7 @@ from torch import nn
 from mupscale.discovery.passes import PairedCut, layouts_of
 from mupscale.errors import UserError
 from mupscale.text_tables import by_layer, starred
-from mupscale.widening.growth import Layout, LayoutSpec, Piece, Role, evenly, narrow_length, parse_layout, wide_length
+from mupscale.widening.growth import Layout, LayoutSpec, Piece, Role, evenly, parse_layout, sizes_of
 from mupscale.widening.hints import Blocks, Hints, Rescale
 from mupscale.widening.modules import named_weights
 
@@ -197,7 +197,7 @@ class _Resolution:
     def _layout(self, name: str, layout: Layout, sizes: tuple[int, int]) -> LayoutSpec:
         """The layout of an axis of one length for an axis of another. Of several ways to cut it, the same one."""
         n, w = sizes
-        small_n, small_w, block = narrow_length(layout), wide_length(layout), layout[0].block
+        (small_n, small_w), block = sizes_of(layout), layout[0].block
         if len(layout) != 2 and layout == evenly(small_n, small_w, block):  # two may be width beside what is fixed
             count = small_n // block
             if block == 1:

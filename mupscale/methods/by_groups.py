@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from mupscale.errors import UserError, is_finite_number
 from mupscale.methods.base import GrowthMethod, norms_over_width
 from mupscale.sharding import gathered, whole
-from mupscale.widening.growth import (
-    Growth,
-    Layout,
-    along,
-    copy_index,
-    is_unit_by_unit,
-    narrow_length,
-    source_index,
-    whole_factor,
-)
+from mupscale.widening.growth import Growth, Layout, along, copy_index, is_unit_by_unit, source_index, whole_factor
 from mupscale.widening.hints import Hints, matches, some_names
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan import refuse_uneven_shift
@@ -146,7 +137,7 @@ def _group(method: str, plan: Plan, name: str, members: Mapping[str, int]) -> Un
     copies = {member: copies_of_units(layout) for member, layout in layouts.items()}
     fewest = min(copies.values(), key=len)
     if any(theirs != fewest * (len(theirs) // max(len(fewest), 1)) for theirs in copies.values()):
-        counted = {member: narrow_length(layout) // blocks[member] for member, layout in layouts.items()}
+        counted = {member: len(theirs) for member, theirs in copies.items()}
         factors = sorted({whole_factor(layout) for layout in layouts.values()})
         raise UserError(
             f"{method}: the axes of the group {name!r} do not hold the same units: {some_names(list(members))} have "
@@ -279,7 +270,7 @@ def _in_place_of(entry: Growth, weight: Tensor, weight_entry: Growth) -> Tensor:
             first_copies = places[torch.argsort(source_index(theirs)[places])]
             answer = answer.index_select(axis, first_copies.to(weight.device)[index])
         elif side == "in" and layout != theirs:
-            shape = [size if other != axis else narrow_length(layout) for other, size in enumerate(answer.shape)]
+            shape = [size if other != axis else entry.narrow_shape[axis] for other, size in enumerate(answer.shape)]
             narrow = answer.new_zeros(shape).index_add_(axis, source_index(theirs).to(weight.device), answer)
             copies = torch.bincount(index)[index].to(answer)
             answer = narrow.index_select(axis, index) / along(copies, axis, weight.ndim)

@@ -14,7 +14,7 @@ from torch import nn
 
 from mupscale.errors import UserError
 from mupscale.widening import modules
-from mupscale.widening.growth import Growth, LayoutSpec, is_fractional, is_mixed, narrow_length, wide_length
+from mupscale.widening.growth import Growth, LayoutSpec, is_fractional, is_mixed, sizes_of
 from mupscale.widening.hints import Pairing
 
 
@@ -73,7 +73,7 @@ def refuse_norms(pairing: Pairing, entries: Mapping[str, Growth], given: Mapping
             for parameter in own:
                 for layout in entries[parameter].layouts if parameter in entries else ():
                     if is_fractional(layout) and is_mixed(layout):
-                        raise _weighs_by_copies(name, before, narrow_length(layout), wide_length(layout))
+                        raise _weighs_by_copies(name, before, *sizes_of(layout))
 
 
 def _weighs_by_copies(name: str, module: nn.Module, narrow: int, wide: int) -> UserError:

@@ -101,7 +101,7 @@ def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
             raise UserError(f"length, block and factor must be at least 1, got {tuple(piece)}")
         if piece.length % piece.block:
             raise UserError(f"a block of {piece.block} does not divide {piece.length} entries")
-    source, target = narrow_length(pieces), wide_length(pieces)
+    source, target = sizes_of(pieces)
     if (source, target) != (narrow, wide):
         raise UserError(
             f"the pieces {[tuple(p) for p in pieces]} cover {source} → {target} entries, the axis has {narrow} → {wide}"
@@ -134,9 +134,14 @@ def wide_length(layout: Layout) -> int:
     return sum(piece.length * piece.factor for piece in layout)
 
 
+def sizes_of(layout: Layout) -> tuple[int, int]:
+    """Of the axis in the narrow and in the wide model."""
+    return narrow_length(layout), wide_length(layout)
+
+
 def whole_factor(layout: Layout) -> float:
     """By how much the axis grows as a whole; an int where that is a whole number."""
-    narrow, wide = narrow_length(layout), wide_length(layout)
+    narrow, wide = sizes_of(layout)
     if narrow == 0:
         return 1
     return wide // narrow if wide % narrow == 0 else wide / narrow
@@ -149,8 +154,8 @@ def is_unit_by_unit(layout: Layout) -> bool:
 
 def is_fractional(layout: Layout) -> bool:
     """Whether the axis grows, as a whole, by a factor that is not whole."""
-    narrow = narrow_length(layout)
-    return narrow > 0 and wide_length(layout) % narrow != 0
+    narrow, wide = sizes_of(layout)
+    return narrow > 0 and wide % narrow != 0
 
 
 def is_mixed(layout: Layout) -> bool:

@@ -207,11 +207,6 @@ def groups_by_id(optimizer: torch.optim.Optimizer) -> dict[int, Group]:
     return {id(parameter): group for group, parameter in held_parameters(optimizer)}
 
 
-def is_number(value: Any) -> bool:
-    """State that does not follow the parameter's shape: a step count, a running product."""
-    return not isinstance(value, Tensor) or value.numel() == 1
-
-
 _ADAM = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 _SGD = {"momentum_buffer": 1}
 register_optimizer(torch.optim.SGD, degree=1, state=_SGD, own_count=_no_count, counts_steps=False)

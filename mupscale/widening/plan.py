@@ -15,17 +15,7 @@ from mupscale._torch import DropoutNd, non_persistent_buffers
 from mupscale.errors import UserError, refuse_unless_model
 from mupscale.widening import fractional, modules
 from mupscale.widening import layers as depths
-from mupscale.widening.growth import (
-    Axis,
-    Growth,
-    Layout,
-    LayoutSpec,
-    Piece,
-    is_mixed,
-    narrow_length,
-    parse_layout,
-    wide_length,
-)
+from mupscale.widening.growth import Axis, Growth, Layout, LayoutSpec, Piece, is_mixed, parse_layout, sizes_of
 from mupscale.widening.hints import (
     Blocks,
     Hints,
@@ -392,8 +382,7 @@ def _like(
 ) -> dict[int, LayoutSpec]:
     """The layout of a weight's produced axis (of one axis, whatever its side) for a tensor of the same lengths."""
     for layout, side in zip(layouts, sides, strict=True):
-        lengths = (narrow_length(layout),), (wide_length(layout),)
-        if (side == "out" or len(layouts) == 1) and lengths == (narrow, wide):
+        if (side == "out" or len(layouts) == 1) and [sizes_of(layout)] == list(zip(narrow, wide, strict=True)):
             return {0: [tuple(piece) for piece in layout]}
     return {}
 

@@ -6,15 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from mupscale.text_tables import Paint, braced, folded, notes_by_layer, table, unpainted
-from mupscale.widening.growth import (
-    Growth,
-    is_fractional,
-    is_mixed,
-    is_unit_by_unit,
-    narrow_length,
-    whole_factor,
-    wide_length,
-)
+from mupscale.widening.growth import Growth, is_fractional, is_mixed, is_unit_by_unit
 from mupscale.widening.layers import Layer, Layers
 
 
@@ -135,10 +127,10 @@ def _layout_text(entry: Growth) -> str:
     texts = []
     for axis, layout in enumerate(entry.layouts):
         if is_fractional(layout) and is_unit_by_unit(layout):
-            factor = _factor_text(whole_factor(layout))
-            texts.append(f"axis {axis} ×{factor}" + f"{_BY}{layout[0].block}" * (layout[0].block > 1))
+            texts.append(f"axis {axis} ×{entry.ratio(axis)}" + f"{_BY}{layout[0].block}" * (layout[0].block > 1))
         elif len(layout) > _MANY_PIECES:
-            texts.append(f"axis {axis}: {narrow_length(layout)} → {wide_length(layout)} in {len(layout)} pieces")
+            narrow, wide = entry.sizes[axis]
+            texts.append(f"axis {axis}: {narrow} → {wide} in {len(layout)} pieces")
         elif len(layout) > 1:
             texts.append(f"axis {axis}: " + " + ".join(f"{p.length}·{p.factor} by {p.block}" for p in layout))
         elif layout[0].factor > 1:

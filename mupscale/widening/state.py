@@ -16,16 +16,7 @@ from mupscale.sharding import gathered, own_part, whole
 from mupscale.widening import table
 from mupscale.widening.growth import Growth, duplicate_
 from mupscale.widening.layers import standing_in
-from mupscale.widening.optimizers import (
-    Group,
-    OptimizerRule,
-    Scaling,
-    Sized,
-    groups_by_id,
-    held_parameters,
-    is_number,
-    rule_of,
-)
+from mupscale.widening.optimizers import Group, OptimizerRule, Scaling, Sized, groups_by_id, held_parameters, rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import (
     RECORD,
@@ -466,7 +457,7 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
                     f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
                     f"{tuple(parameter.shape)}: it does not belong to this model. Load the state that was saved with it"
                 )
-        elif not is_number(value):
+        elif isinstance(value, Tensor) and value.numel() != 1:  # no step count or running product
             raise UserError(
                 f"optimizer state {key!r} of {name!r} is a tensor of shape {tuple(value.shape)} that no rule covers; "
                 "register the optimizer with the power of the gradient it holds"
