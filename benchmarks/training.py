@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -31,6 +30,7 @@ from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.plain import default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
+from mupscale.callbacks.tensorboard import LossFirstLogger
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable
 
@@ -100,7 +100,7 @@ def fit(case: Case, device: torch.device, *callbacks: Callback) -> float:
                 RunCheckpoint(folder, every_n_train_steps=500, save_last="link"),
                 *callbacks,
             ],
-            logger=TensorBoardLogger(folder),
+            logger=LossFirstLogger(folder),
             log_every_n_steps=50,
             enable_model_summary=False,
             benchmark=True,
