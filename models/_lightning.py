@@ -278,7 +278,7 @@ def numbers_of(progress: _BaseProgress) -> dict[str, Any]:
 
 
 # Lightning copies every number by `deepcopy`, which is a quarter of the calls of a checkpoint; training waits for them
-_BaseProgress.state_dict = numbers_of  # type: ignore[method-assign]
+_BaseProgress.state_dict = numbers_of  # type: ignore[assignment, method-assign]
 
 
 class EpochLoop(_TrainingEpochLoop):

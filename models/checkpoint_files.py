@@ -25,9 +25,9 @@ from mupscale.models.checkpoint import load_checkpoint
 AT_ONCE = 2
 """Copies of checkpoints in memory: one is being written, and one waits for it."""
 
-HEAD_START = 0.01
+HEAD_START = 0.03
 """Seconds before the thread begins to write. After a copy the device is idle, and one thread at a time runs Python:
-first the training launches its next steps."""
+first the training launches so many steps that the device is busy while the thread runs for some milliseconds."""
 
 ON_DEVICE = 1 / 8
 """The share of a GPU's unused memory that a copy may take there, until the thread has it on the host. That takes a
