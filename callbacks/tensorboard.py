@@ -264,8 +264,7 @@ _theirs = pywrap_tensorflow.masked_crc32c
 def masked_crc32c(data: bytes) -> int:
     """The checksum of TensorBoard's records, as its function of that name, many times as fast.
 
-    TensorBoard computes it byte by byte in Python, on the threads of its writers. With a hundred runs in one process,
-    that takes longer than all other logging.
+    TensorBoard computes it byte by byte in Python, which takes longer than all other logging.
     """
     length = len(data)
     if length > LONGEST:

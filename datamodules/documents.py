@@ -5,9 +5,10 @@ import hashlib
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
+from io import BufferedIOBase
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mupscale.data_files import json_of, what_is_wrong
 from mupscale.errors import UserError, needs_extra, one_line
@@ -49,9 +50,9 @@ class Source(ABC):
     def position(self) -> Position:
         """That after the document that was drawn last; at the end, that of the end."""
 
-    def progress(self, position: Position) -> tuple[int, int] | None:
-        """The bytes before a position and the bytes in all; None of a source that does not know them."""
-        return None
+    def progress(self, position: Position) -> tuple[int, int]:
+        """The bytes before a position and the bytes in all; zeros of a source that does not know them."""
+        return 0, 0
 
     def batches(self, position: Position) -> Generator[tuple[list[str], Position], None, None]:
         """Documents from a position on that are not empty, each batch with the position after it."""
@@ -207,7 +208,7 @@ def out_of_reach(subset: str, error: Exception) -> ConnectionError:
     )
 
 
-def _separated(stream: IO[bytes], separator: bytes) -> Iterator[str]:
+def _separated(stream: BufferedIOBase, separator: bytes) -> Iterator[str]:
     """The documents of a plain text from where the stream stands."""
     begin, lines = stream.tell(), []
     for line in chain(stream, [separator]):  # the end of the file ends the last one
@@ -225,7 +226,7 @@ def _separated(stream: IO[bytes], separator: bytes) -> Iterator[str]:
         yield document
 
 
-def _json_lines(stream: IO[bytes]) -> Iterator[str]:
+def _json_lines(stream: BufferedIOBase) -> Iterator[str]:
     """The documents of JSON lines from where the stream stands."""
     for line in stream:
         if not line.strip():

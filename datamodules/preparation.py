@@ -47,8 +47,8 @@ COMMIT_SECONDS = 5.0
 Prepared = dict[str, Any]
 """What a finished folder holds: the content of its preparation.json."""
 
-Watch = Callable[[str, int, int | None], None]
-"""Called with what is done in words and in a number, and with the number of all of it, if that is known."""
+Watch = Callable[[str, int, int], None]
+"""Called with what is done in words and in a number, and with the number of all of it; 0 if that is not known."""
 
 
 @dataclass
@@ -245,8 +245,7 @@ def write_tokens(
                 files = {split: list(writer.counts) for split, writer in writers.items()}
                 # both in one statement: an interrupt between two would let `finally` commit a half-updated state
                 vars(progress).update(position=position, files=files)
-                read, size = source.progress(position) or (written, None)
-                done, total = (written, asked["tokens"]) if asked["tokens"] else (read, size)
+                done, total = (written, asked["tokens"]) if asked["tokens"] else source.progress(position)
                 watch(f"{written / 1e6:,.1f} M tokens", done, total)
                 if time.monotonic() - last_commit > COMMIT_SECONDS:
                     commit()

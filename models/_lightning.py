@@ -192,7 +192,7 @@ def name_arguments_apart(module: LightningModule, data: LightningDataModule | No
 def open_writer(logger: TensorBoardLogger) -> None:
     """Opens the event file of a logger by its absolute path, on the first rank.
 
-    Its thread opens the file again for every write. The working directory may be another one then: jsonargparse
+    TensorBoard opens the file again for every write. The working directory may be another one then: jsonargparse
     changes it while it parses the configuration of the next run.
     """
     if logger._experiment is None and getattr(rank_zero_only, "rank", 0) == 0 and not is_remote(logger.log_dir):

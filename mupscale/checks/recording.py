@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from mupscale._torch import TorchDispatchMode, tree_leaves, tree_map, without_transforms
+from mupscale._torch import tree_leaves, tree_map, without_transforms
 from mupscale.errors import UserError, one_line, shown
 from mupscale.widening.modules import dropout_of
 from mupscale.widening.stepping import restore_infshapes
@@ -217,8 +216,6 @@ def generators_kept(devices: Iterable[torch.device] | None = None) -> Iterator[N
         np.random.set_state(of_numpy)
 
 
-_DOUBLE = (torch.float64, torch.complex128)
-
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Event)
 
 
@@ -323,57 +320,6 @@ def _not_copied(model: nn.Module) -> dict[int, Any]:
     return answer
 
 
-class _LowPrecisionWatch(TorchDispatchMode):
-    """Notices an operation on the way from the weights to the loss that rounds float64 to fewer digits."""
-
-    seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        rounded = isinstance(result, Tensor) and is_inexact(result) and result.dtype not in _DOUBLE
-        self.seen |= rounded and any(
-            isinstance(a, Tensor) and a.dtype in _DOUBLE and a.requires_grad for a in tree_leaves((args, kwargs))
-        )
-        return result
-
-
-def computes_in_float32(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> bool:
-    with buffers_kept(model), _LowPrecisionWatch() as watch:
-        loss_in_float64(loss, model, batch)
-    return watch.seen
-
-
-def steps_in_float32(optimizer: Optimizer) -> bool:
-    """Whether an optimizer rounds to float32: capturable ones do, and float32 learning rates when rescaled."""
-    return any(
-        group.get("capturable")
-        or any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in group.values())
-        for group in optimizer.param_groups
-    )
-
-
-def loss_in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """The loss; raises a UserError where the model uses an operation that does not exist in float64."""
-    try:
-        value = loss(model, batch)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        message = one_line(error)
-        if not any(word in message for word in ("Double", "float64", "dtype", "data type", "scalar type")):
-            raise
-        raise UserError(
-            f"verify: the model does not compute in float64 ({message}). Give it an implementation that does, make its "
-            "tensors of the dtype of its inputs, and give batches as tensors in tuples, dictionaries or dataclasses"
-        ) from error
-    refuse_unless_loss(value)
-    return value
-
-
 def refuse_unless_loss(value: object) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise UserError(f"loss must return a tensor with one element, the loss of the batch, got {shown(value)}")
-
-
-def to_float64(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not is_inexact(value):
-        return value
-    return value.to(torch.complex128) if value.is_complex() else value.double()

@@ -10,23 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale._torch import TorchDispatchMode, tree_leaves
 from mupscale.base_shapes import clip_grad_norm_
 from mupscale.checks.comparison import Comparison, Verdict, worst_of
 from mupscale.checks.forward_pass import named_gradients
 from mupscale.checks.recording import (
     buffers_kept,
-    computes_in_float32,
     copied,
     float64_copy,
     generators_kept,
-    loss_in_float64,
     map_leaves,
     recorded,
+    refuse_unless_loss,
     seed_generators,
-    steps_in_float32,
-    to_float64,
 )
-from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model, refuse_unless_whole
+from mupscale.errors import UserError, one_line, refuse_unless_level, refuse_unless_model, refuse_unless_whole
 from mupscale.methods.base import Claim, GrowthMethod, Loss
 from mupscale.methods.grow import as_list, grow
 from mupscale.text_tables import Paint, Watch, folded, unpainted, unwatched
@@ -34,6 +32,7 @@ from mupscale.widening.growth import duplicate
 from mupscale.widening.hints import Hints, checked_hints, refuse_lazy, refuse_scripted
 from mupscale.widening.layers import Depth
 from mupscale.widening.modules import dropout_of
+from mupscale.widening.write import is_inexact
 
 TOLERANCE = 1e-8
 """Relative drift of activations in float64."""
@@ -103,7 +102,7 @@ def verify(
     for name, value in (("clip", clip), ("tolerance", tolerance)):
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)
-    batches = [map_leaves(to_float64, batch) for batch in islice(batches, WARM_UP + steps)]
+    batches = [map_leaves(_to_float64, batch) for batch in islice(batches, WARM_UP + steps)]
     if not batches:
         raise UserError("verify: batches is empty")
     given, wide_given = narrow, wide
@@ -113,7 +112,7 @@ def verify(
     narrow_opts = as_list(optimizer(list(narrow.parameters())))
     allowed = tolerance
     if allowed is None:
-        rounds = computes_in_float32(narrow, batches[0], loss) or any(map(steps_in_float32, narrow_opts))
+        rounds = _computes_in_float32(narrow, batches[0], loss) or any(map(_steps_in_float32, narrow_opts))
         allowed = TOLERANCE_FLOAT32 if rounds else TOLERANCE
     for step in range(WARM_UP):
         _backward(narrow, batches[step % len(batches)], loss, step)
@@ -159,10 +158,64 @@ def verify(
     return replace(again, dropout=dropout)
 
 
+_DOUBLE = (torch.float64, torch.complex128)
+
+
+class _LowPrecisionWatch(TorchDispatchMode):
+    """Notices an operation on the way from the weights to the loss that rounds float64 to fewer digits."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        rounded = isinstance(result, Tensor) and is_inexact(result) and result.dtype not in _DOUBLE
+        self.seen |= rounded and any(
+            isinstance(a, Tensor) and a.dtype in _DOUBLE and a.requires_grad for a in tree_leaves((args, kwargs))
+        )
+        return result
+
+
+def _computes_in_float32(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> bool:
+    with buffers_kept(model), _LowPrecisionWatch() as watch:
+        _loss_in_float64(loss, model, batch)
+    return watch.seen
+
+
+def _steps_in_float32(optimizer: Optimizer) -> bool:
+    """Whether an optimizer rounds to float32: capturable ones do, and float32 learning rates when rescaled."""
+    return any(
+        group.get("capturable")
+        or any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in group.values())
+        for group in optimizer.param_groups
+    )
+
+
+def _loss_in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    """The loss; raises a UserError where the model uses an operation that does not exist in float64."""
+    try:
+        value = loss(model, batch)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        message = one_line(error)
+        if not any(word in message for word in ("Double", "float64", "dtype", "data type", "scalar type")):
+            raise
+        raise UserError(
+            f"verify: the model does not compute in float64 ({message}). Give it an implementation that does, make its "
+            "tensors of the dtype of its inputs, and give batches as tensors in tuples, dictionaries or dataclasses"
+        ) from error
+    refuse_unless_loss(value)
+    return value
+
+
+def _to_float64(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not is_inexact(value):
+        return value
+    return value.to(torch.complex128) if value.is_complex() else value.double()
+
+
 def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], seed: int) -> Tensor:
     seed_generators(seed)
     model.zero_grad()
-    value = loss_in_float64(loss, model, batch)
+    value = _loss_in_float64(loss, model, batch)
     if value.requires_grad:  # a constant has no gradients, which the verdict says
         value.backward()
     return value.detach()
@@ -262,7 +315,7 @@ def check_claim(
     if depth is not None:
         hints = replace(checked_hints(hints), depth=depth)
     narrow, wide = float64_copy(narrow), float64_copy(wide)
-    batches = [map_leaves(to_float64, batch) for batch in batches]
+    batches = [map_leaves(_to_float64, batch) for batch in batches]
     before = optimizer(list(narrow.parameters()))
     for step in range(WARM_UP):
         _train_step(narrow, before, batches[step % len(batches)], loss)
