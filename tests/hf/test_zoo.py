@@ -87,9 +87,7 @@ def test_exact_or_refused(name, factor):
 @pytest.mark.slow
 def test_a_trial_finds_what_is_wrong(monkeypatch):
     """Tiling alone, without the units that Gemma needs, and without the pieces of Phi-3's fused projection."""
-    monkeypatch.setattr(
-        "zoo_trial.found", lambda entry, narrow, wide: {"hints": mupscale.Hints(blocks=tiled(narrow, wide))}
-    )
+    monkeypatch.setattr(mupscale, "discover", lambda narrow, wide, call: mupscale.Hints(blocks=tiled(narrow, wide)))
     for name in ("gemma2_untied", "phi3"):
         outcome = trial(ENTRIES[name])
         assert outcome.verdict == "WRONG", str(outcome)

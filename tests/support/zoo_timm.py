@@ -13,9 +13,7 @@ def timm_entry(
     name: str,
     build: Callable[[Any], nn.Module],
     inputs: Callable[[], Inputs],
-    *,
     named: bool = False,
-    refused: str = "",
 ) -> Entry:
     """`build(k)` gives the model of k times the width. A reload loads the state into a newly built model."""
 
@@ -34,25 +32,14 @@ def timm_entry(
 
 
 def created(model: str, **settings: Callable[[Any], Any] | Any) -> Callable[[Any], nn.Module]:
-    """A model by its registered name. Settings that are functions are functions of the factor."""
+    """A model by its registered name, or its class in timm.models. Functions are settings by the factor."""
 
     def build(k: Any) -> nn.Module:
         import timm
 
+        make = getattr(timm.models, model, None) or partial(timm.create_model, model, pretrained=False)
         values = {n: v(k) if callable(v) and not isinstance(v, type) else v for n, v in settings.items()}
-        return timm.create_model(model, pretrained=False, num_classes=CLASSES, **values)
-
-    return build
-
-
-def constructed(cls: str, **settings: Callable[[Any], Any] | Any) -> Callable[[Any], nn.Module]:
-    """A model by its class in timm.models."""
-
-    def build(k: Any) -> nn.Module:
-        import timm
-
-        values = {n: v(k) if callable(v) and not isinstance(v, type) else v for n, v in settings.items()}
-        return getattr(timm.models, cls)(num_classes=CLASSES, **values)
+        return make(num_classes=CLASSES, **values)
 
     return build
 
@@ -71,22 +58,22 @@ def timm_entries() -> list[Entry]:
     one_ratio = mixer | {"mlp_ratio": 4}
     stages = {"depths": (1, 1, 2, 1), "dims": times(8, 12, 16, 24)}
     return [
-        timm_entry("timm_vit", constructed("VisionTransformer", **vit), small, named=True),
-        timm_entry("timm_swin", constructed("SwinTransformer", **swin), small, named=True),
-        timm_entry("timm_mixer", constructed("MlpMixer", **mixer), small, named=True),
-        timm_entry("timm_convnext", constructed("ConvNeXt", **stages), medium, named=True),
+        timm_entry("timm_vit", created("VisionTransformer", **vit), small, named=True),
+        timm_entry("timm_swin", created("SwinTransformer", **swin), small, named=True),
+        timm_entry("timm_mixer", created("MlpMixer", **mixer), small, named=True),
+        timm_entry("timm_convnext", created("ConvNeXt", **stages), medium, named=True),
         timm_entry("timm_regnety", regnety, medium, named=True),
-        timm_entry("timm_vit_layer_scale", constructed("VisionTransformer", init_values=0.1, **vit), small),
-        timm_entry("timm_vit_qk_norm", constructed("VisionTransformer", qk_norm=True, **vit), small),
-        timm_entry("timm_vit_average", constructed("VisionTransformer", global_pool="avg", **vit), small),
-        timm_entry("timm_convnextv2", constructed("ConvNeXt", use_grn=True, ls_init_value=None, **stages), medium),
-        timm_entry("timm_swinv2", constructed("SwinTransformerV2", **swin), small),
-        timm_entry("timm_gmlp", constructed("MlpMixer", **one_ratio, **_gated_blocks()), small),
-        timm_entry("timm_resmlp", constructed("MlpMixer", **one_ratio, **_affine_blocks()), small),
-        timm_entry("timm_cait", constructed("Cait", **vit), small),
-        timm_entry("timm_xcit", constructed("Xcit", **vit | {"patch_size": 8, "img_size": 32}), medium),
-        timm_entry("timm_beit", constructed("Beit", **vit), small),
-        timm_entry("timm_eva02", constructed("Eva", **vit, **EVA02), small),
+        timm_entry("timm_vit_layer_scale", created("VisionTransformer", init_values=0.1, **vit), small),
+        timm_entry("timm_vit_qk_norm", created("VisionTransformer", qk_norm=True, **vit), small),
+        timm_entry("timm_vit_average", created("VisionTransformer", global_pool="avg", **vit), small),
+        timm_entry("timm_convnextv2", created("ConvNeXt", use_grn=True, ls_init_value=None, **stages), medium),
+        timm_entry("timm_swinv2", created("SwinTransformerV2", **swin), small),
+        timm_entry("timm_gmlp", created("MlpMixer", **one_ratio, **_gated_blocks()), small),
+        timm_entry("timm_resmlp", created("MlpMixer", **one_ratio, **_affine_blocks()), small),
+        timm_entry("timm_cait", created("Cait", **vit), small),
+        timm_entry("timm_xcit", created("Xcit", **vit | {"patch_size": 8, "img_size": 32}), medium),
+        timm_entry("timm_beit", created("Beit", **vit), small),
+        timm_entry("timm_eva02", created("Eva", **vit, **EVA02), small),
         timm_entry("timm_deit_distilled", created("deit_tiny_distilled_patch16_224", **vit), small),
         timm_entry("timm_efficientnet", efficientnet, medium),
         timm_entry("timm_mobilenetv3", mobilenetv3, medium),
@@ -103,7 +90,7 @@ def timm_entries() -> list[Entry]:
         timm_entry("timm_twins", created("twins_pcpvt_small", **TWINS), large),
         timm_entry("timm_mambaout", created("mambaout_femto", depths=(1, 1, 1, 1), dims=times(8, 12, 16, 24)), medium),
         timm_entry("timm_inception_next", created("inception_next_tiny", **INCEPTION), large),
-        timm_entry("timm_focalnet", constructed("FocalNet", embed_dim=times(8), depths=(1, 1)), medium),
+        timm_entry("timm_focalnet", created("FocalNet", embed_dim=times(8), depths=(1, 1)), medium),
         timm_entry("timm_coat_lite", created("coat_lite_tiny", **COAT), medium),
     ]
 

@@ -74,14 +74,6 @@ def tiled(narrow: nn.Module, wide: nn.Module) -> dict[str, dict[int, int]]:
     return blocks
 
 
-def found(entry: Entry, narrow: nn.Module, wide: nn.Module) -> dict[str, object]:
-    """What `upscale` needs to know: from `discover`, or plain tiling where that is not there."""
-    if not hasattr(mupscale, "discover"):
-        return {"blocks": tiled(narrow, wide)}
-    finding = mupscale.discover(narrow, wide, entry.call)
-    return {"hints": finding}
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, entry: Entry, seed: int) -> float:
     optimizer.zero_grad()
     value = loss(model, entry.batch(seed))
@@ -131,14 +123,14 @@ def _run(entry: Entry, factor: float, seconds: list[float]) -> tuple[float, floa
     perturb_(narrow, entry)
     start = time.perf_counter()
     try:
-        hints = {name: value for name, value in found(entry, narrow, wide).items() if value}
+        found = mupscale.discover(narrow, wide, entry.call)
     finally:
         seconds[0] = time.perf_counter() - start
     trained = [parameter for parameter in narrow.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1)
     for seed in range(WARM_UP):
         step(narrow, optimizer, entry, seed)
-    report = mupscale.upscale(narrow, wide, optimizer, **hints)
+    report = mupscale.upscale(narrow, wide, optimizer, hints=found)
     drift = 0.0
     for seed in range(WARM_UP, WARM_UP + STEPS):
         before, after = step(narrow, optimizer, entry, seed), step(wide, report.optimizer, entry, seed)
