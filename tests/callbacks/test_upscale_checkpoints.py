@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from tiers import slow_except
-from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet, rows
+from tiny_modules import ADAMW, SCHEDULES, SGD, InUnits, gpt2, mlp, resnet, rows
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training_runs import Checkpoints, assert_identical, fit, gap, rates, state
@@ -22,46 +22,80 @@ from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models.base import Growable
-from mupscale.models.checkpoint import optimizer_names
+from mupscale.models.checkpoint import Size, optimizer_names
 from mupscale.models.mlp import MLP
 
-RESUMABLE: dict[str, tuple[Callable[..., Growable], dict[str, Any], list[Callable[[], Callback]]]] = {
-    "mlp": (partial(mlp, optimizer=ADAMW), {}, []),
-    "resnet18": (partial(resnet, optimizer=SGD, lr_scheduler=SCHEDULES["SequentialLR"]), {}, []),
-    "gpt2": (partial(gpt2, optimizer=ADAMW, lr_scheduler=SCHEDULES["LambdaLR"]), {"gradient_clip_val": 0.05}, []),
-    "ema": (partial(mlp, optimizer=SGD), {}, [partial(EMAWeightAveraging, decay=0.8)]),
-    "accumulation": (mlp, {"accumulate_grad_batches": 2}, []),
-    "bf16-true": (mlp, {"precision": "bf16-true"}, []),
-    "plateau": (partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"]), {"precision": "64-true"}, [ExactResume]),
+noisy = partial(UpscaleCallback, 12, noise=mupscale.AdditiveNoise(0.1))
+deeper = partial(UpscaleCallback, 12, None, layers=4)
+completep = partial(gpt2, base_layers=2, optimizer=ADAMW)
+
+
+def ema() -> Callback:
+    return EMAWeightAveraging(decay=0.8)
+
+
+RESUMABLE: dict[str, tuple[Callable[..., Growable], Callable[[], list[Callback]], dict[str, Any]]] = {
+    "mlp": (mlp, lambda: [noisy(24)], {}),
+    "resnet18": (
+        partial(resnet, optimizer=SGD, lr_scheduler=SCHEDULES["SequentialLR"]),
+        lambda: [noisy(4)],
+        {},
+    ),
+    "gpt2": (
+        partial(gpt2, optimizer=ADAMW, lr_scheduler=SCHEDULES["LambdaLR"]),
+        lambda: [noisy(24)],
+        {"gradient_clip_val": 0.05},
+    ),
+    "ema": (partial(mlp, optimizer=SGD), lambda: [noisy(24), ema()], {}),
+    "accumulation": (mlp, lambda: [noisy(24)], {"accumulate_grad_batches": 2}),
+    "bf16-true": (mlp, lambda: [noisy(24)], {"precision": "bf16-true"}),
+    "plateau": (
+        partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"]),
+        lambda: [noisy(24), ExactResume()],
+        {"precision": "64-true"},
+    ),
+    "fractions": (
+        partial(mlp, width=12),
+        lambda: [
+            UpscaleCallback(5, 20, noise=mupscale.AdditiveNoise(0.1, centred=True)),
+            UpscaleCallback(12, 30, noise=mupscale.AdditiveNoise(0.1, centred=True)),
+            ema(),
+        ],
+        {},
+    ),
+    "units": (InUnits, lambda: [UpscaleCallback(12, 16), ema()], {}),
+    "deeper": (completep, lambda: [deeper()], {}),
+    "interleave": (partial(completep, lr_scheduler=SCHEDULES["LambdaLR"]), lambda: [deeper(depth="interleave")], {}),
+    "random": (completep, lambda: [deeper(depth="random")], {}),
+    "stack, wider, with noise": (partial(mlp, layers=2), lambda: [noisy(16, layers=4, depth="stack")], {}),
+    "new copies reset": (
+        partial(mlp, layers=2),
+        lambda: [deeper(transfer_state="reset_new_copies", rewarm_steps=4)],
+        {},
+    ),
+    "deeper resnet18": (partial(resnet, optimizer=SGD), lambda: [UpscaleCallback(12, layers=[2, 3, 2, 2])], {}),
 }
+KEPT = ("ema", "accumulation", "plateau", "fractions", "units", "stack, wider, with noise", "new copies reset")
 
 
-@pytest.mark.parametrize("case", slow_except(RESUMABLE, "mlp", kept=["ema", "accumulation", "plateau"]))
+@pytest.mark.parametrize("case", slow_except(RESUMABLE, "mlp", kept=KEPT))
 def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, tmp_path: Path) -> None:
-    make, settings, callbacks = RESUMABLE[case]
+    make, callbacks, settings = RESUMABLE[case]
     settings = {"precision": "32-true", "steps": 20} | settings
-    width = make().width
-    growth = partial(UpscaleCallback, 12, width * 3 if case != "resnet18" else 4, noise=mupscale.AdditiveNoise(0.1))
-    others = [make_callback() for make_callback in callbacks]
-    whole = fit(make(), tmp_path, growth(), *others, Checkpoints(tmp_path), enable_checkpointing=True, **settings)
+    whole = fit(make(), tmp_path, *callbacks(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
     per_step = settings.get("accumulate_grad_batches", 1)
     assert len(whole.losses) == 20 * per_step
-    for name, width_there in (
-        ("step=7", width),
-        ("step=12", width),
-        ("pre-upscale-12", width),
-        ("step=13", growth().width),
-        ("step=17", growth().width),
-    ):
+    for name in ("step=10", "step=12", "pre-upscale-12", "step=13", "step=17"):  # the first at the end of an epoch
         path = tmp_path / f"{name}.ckpt"
         checkpoint = torch.load(path, weights_only=True)
-        assert checkpoint["hyper_parameters"]["width"] == width_there
-        for start in {width, width_there}:  # the configured width, and what LightningCLI makes of it
-            resumed = fit(make(start), tmp_path / "again", growth(), *(c() for c in callbacks), ckpt=path, **settings)
-            assert resumed.trainer.global_step == 20
-            assert torch.equal(resumed.losses, whole.losses[checkpoint["global_step"] * per_step :])
-            assert_identical(state(resumed), state(whole))
-            assert rates(resumed) == rates(whole)
+        there = Size(*(checkpoint["hyper_parameters"][key] for key in Size._fields))
+        assert (there == whole.module.size) == (name in ("step=13", "step=17"))
+        module = make(**there.arguments) if name == "step=17" else make()  # as LightningCLI makes it, and as configured
+        resumed = fit(module, tmp_path / "again", *callbacks(), ckpt=path, **settings)
+        assert resumed.trainer.global_step == 20
+        assert torch.equal(resumed.losses, whole.losses[checkpoint["global_step"] * per_step :])
+        assert_identical(state(resumed), state(whole))
+        assert rates(resumed) == rates(whole)
 
 
 @pytest.mark.slow

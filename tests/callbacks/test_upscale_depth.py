@@ -1,4 +1,4 @@
-"""Growth in depth inside `fit`: the loss after the swap, every way to add layers, resuming, and what is refused."""
+"""Growth in depth inside `fit`: the loss after the swap, every way to add layers, and what is refused."""
 
 import re
 from collections.abc import Callable
@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from tiers import slow_except
-from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet
+from tiny_modules import ADAMW, SGD, gpt2, mlp, resnet
 from torch import nn
-from training_runs import Checkpoints, assert_identical, fit, gap, rates, state
+from training_runs import assert_identical, fit, gap, rates, state
 
-import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.base import Growable
@@ -112,30 +111,6 @@ def test_growths_in_width_and_depth_follow_each_other(tmp_path: Path) -> None:
     assert growths[0].summary["loss_after"] == pytest.approx(growths[0].summary["loss_before"], abs=1e-12)
     assert growths[1].summary["loss_after"] == pytest.approx(growths[1].summary["loss_before"], abs=1e-12)
     assert growths[2].summary["after"] == "width 32 and 8 layers"
-
-
-RESUMABLE: dict[str, tuple[Make, Any, dict[str, Any]]] = {
-    "identity": (partial(completep, optimizer=ADAMW), 4, {}),
-    "interleave": (partial(completep, optimizer=ADAMW, lr_scheduler=SCHEDULES["LambdaLR"]), 4, {"depth": "interleave"}),
-    "random": (partial(completep, optimizer=ADAMW), 4, {"depth": "random"}),
-    "stack, wider, with noise": (partial(mlp, layers=2), 4, {"depth": "stack", "width": 16}),
-    "new copies reset": (partial(mlp, layers=2), 4, {"transfer_state": "reset_new_copies", "rewarm_steps": 4}),
-    "resnet18": (partial(resnet, optimizer=SGD), [2, 3, 2, 2], {}),
-}
-
-
-@pytest.mark.parametrize("case", slow_except(RESUMABLE, kept=["stack, wider, with noise", "new copies reset"]))
-def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, tmp_path: Path) -> None:
-    make, layers, options = RESUMABLE[case]
-    noise = mupscale.AdditiveNoise(0.1) if "noise" in case else None
-    growth = partial(UpscaleCallback, 6, layers=layers, noise=noise, **options)
-    settings: dict[str, Any] = {"precision": "32-true", "steps": 12}
-    whole = fit(make(), tmp_path, growth(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
-    for name in ("step=4", "step=6", "pre-upscale-6", "step=7", "step=10"):
-        resumed = fit(make(), tmp_path, growth(), ckpt=tmp_path / f"{name}.ckpt", **settings)
-        assert torch.equal(resumed.losses, whole.losses[-len(resumed.losses) :]), name
-        assert_identical(state(resumed), state(whole))
-        assert rates(resumed) == rates(whole)
 
 
 REFUSED: dict[str, tuple[str, Make, dict[str, Any]]] = {

@@ -1,5 +1,6 @@
-"""Growth by fractions inside `Trainer.fit`: the curve goes on, checkpoints resume, and start another run."""
+"""Growth by fractions, and in units, inside `Trainer.fit`: the curve goes on, and checkpoints start another run."""
 
+import math
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -7,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
-from tiny_modules import OPTIMIZERS, SCHEDULES, SGD, mlp, resnet
-from training_runs import Checkpoints, assert_identical, fit, gap, rates, state
+from tiny_modules import OPTIMIZERS, SCHEDULES, SGD, InUnits, mlp, resnet
+from training_runs import fit, gap
 
-import mupscale
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.methods import Net2Net
@@ -30,6 +29,7 @@ MODELS: dict[str, Any] = {
     "resnet18": (resnet, 3, 5),
     # heads 4 → 6 → 15 and feed-forward units by 3/2; the stream stays, then doubles
     "gpt2": (gpt2, [8, 12, 48], [16, 30, 72]),
+    "units": (InUnits, 16, 48),
 }
 """Each with two widths that it grows to."""
 
@@ -37,7 +37,9 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     slow_except(
-        list(product(MODELS, OPTIMIZERS)), ("mlp", "adamw"), kept=[("gpt2", "adamw"), ("mlp of unequal widths", "sgd")]
+        list(product(MODELS, OPTIMIZERS)),
+        *[("mlp", "adamw"), ("units", "adamw")],
+        kept=[("gpt2", "adamw"), ("mlp of unequal widths", "sgd"), ("units", "sgd")],
     ),
 )
 def test_the_curve_goes_on_as_if_nothing_had_happened(name: str, optimizer: str, tmp_path: Path) -> None:
@@ -49,6 +51,9 @@ def test_the_curve_goes_on_as_if_nothing_had_happened(name: str, optimizer: str,
     assert wide.module.width == second
     assert narrow.losses.std() > 0.01, "something must happen"
     assert gap(narrow, wide) < 1e-11
+    if name == "units":
+        assert wide.module.net.scale.item() == math.sqrt(48)  # computed in float64
+        assert torch.equal(wide.module.net.units, torch.arange(48))
 
 
 @pytest.mark.slow
@@ -98,22 +103,3 @@ def test_a_fraction_that_is_not_possible_is_refused_before_training(tmp_path: Pa
     with pytest.raises(ValueError, match=r"model.width = \[8, 9, 32\] is not divisible by model.head_dim = 2"):
         gpt2([8, 9, 32])
     assert MLP(20, base_width=12).network(20).readout.multiplier == 12 / 20
-
-
-@pytest.mark.slow
-def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(tmp_path: Path) -> None:
-    make, first, second = MODELS["mlp"]
-    settings: Any = {"precision": "32-true", "steps": 14}
-
-    def callbacks() -> list[Any]:
-        noise = mupscale.AdditiveNoise(0.1, centred=True)
-        swaps = [UpscaleCallback(4, first, noise=noise), UpscaleCallback(9, second, noise=noise)]
-        return [*swaps, EMAWeightAveraging(decay=0.8)]
-
-    whole = fit(make(), tmp_path, *callbacks(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
-    for saved in ("pre-upscale-4", "step=6", "pre-upscale-9", "step=12"):
-        path = tmp_path / f"{saved}.ckpt"
-        resumed = fit(make(), tmp_path / "again", *callbacks(), ckpt=path, **settings)
-        assert torch.equal(resumed.losses, whole.losses[torch.load(path, weights_only=True)["global_step"] :])
-        assert_identical(state(resumed), state(whole))
-        assert rates(resumed) == rates(whole)

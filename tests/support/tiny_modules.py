@@ -1,12 +1,14 @@
 """Modules that train in a second on the CPU, with their optimizers, schedules and data."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
 
 from mupscale.models.base import Growable
@@ -49,6 +51,38 @@ def resnet(width: int = 2, **kwargs: Any) -> ResNet18:
 
 def gpt2(width: int = 8, **kwargs: Any) -> GPT2:
     return GPT2(width, base_width=4, heads=2, vocabulary=11, context=8, **{"layers": 2, **kwargs})
+
+
+class NetInUnits(nn.Module):
+    """Inputs times sqrt(width), a gain of 1 + w before a readout that is the input layer once more, and buffers that
+    are not saved."""
+
+    width_roles = {"gain": "readout"}  # noqa: RUF012
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.inputs, self.hidden = nn.Linear(6, width, bias=False), nn.Linear(width, width)
+        self.gain = nn.Parameter(0.3 * torch.randn(width))
+        self.register_buffer("scale", torch.tensor(math.sqrt(width)), persistent=False)
+        self.register_buffer("units", torch.arange(width), persistent=False)
+
+    def width_rescale(self, wide: "NetInUnits") -> dict[str, Any]:
+        k = wide.width / self.width
+        return {"inputs.weight": k**-0.5, "gain": (k**0.5, 1.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x) * self.scale
+        x = F.rms_norm(x + self.hidden(x).relu(), x.shape[-1:]) * (1 + self.gain)
+        return (x @ self.inputs.weight)[:, :3] + 0 * len(self.units)
+
+
+class InUnits(MLP):
+    def __init__(self, width: int = 8, **kwargs: Any) -> None:
+        super().__init__(width, **{"base_width": 4, "inputs": 6, "outputs": 3, "optimizer": ADAMW} | kwargs)
+
+    def build(self, width: Any) -> nn.Module:
+        return NetInUnits(width)
 
 
 MODELS: dict[str, tuple[Callable[..., Growable], Any]] = {
