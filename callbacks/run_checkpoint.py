@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from mupscale.atomic import partial, replacing, sync_folder
+from mupscale.atomic import delete, partial, replacing, sync_folder
 from mupscale.callbacks.strides import Strides
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
@@ -322,7 +322,7 @@ class RunCheckpoint(ModelCheckpoint, Strides):
         self._defer_save_until_validation = False
         path = Path(filepath)
         if trainer.is_global_zero and path.is_dir():
-            shutil.rmtree(path)  # its files have other names, by which they must not change
+            delete(path)  # its files have other names, by which they must not change
         trainer.strategy.barrier()
         self.written[filepath] = None
         with files_of(trainer).deferring():
@@ -480,13 +480,6 @@ def _link_file(path: str, other: str) -> None:
         shutil.copyfile(path, other)
 
 
-def delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def delete_partial_files(*folders: Path) -> None:
     """Deletes what a process that was killed has left of checkpoints it was writing."""
     for folder in folders:
@@ -504,7 +497,7 @@ def replace_link(path: Path, link: Path) -> None:
     if not path.exists():
         return
     if link.is_dir() and not link.is_symlink():
-        shutil.rmtree(link)
+        delete(link)
     with replacing(link, partial(link)) as new:
         new.unlink(missing_ok=True)
         new.symlink_to(os.path.relpath(path, link.parent))

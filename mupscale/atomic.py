@@ -98,7 +98,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out} exists; name another folder, or delete it")
         unfinished = partial(out)
-        _remove(unfinished)
+        delete(unfinished)
         try:
             unfinished.mkdir()
             yield unfinished
@@ -106,11 +106,12 @@ def whole_folder(out: Path) -> Iterator[Path]:
             unfinished.rename(out)
             sync_folder(out.parent)
         finally:
-            _remove(unfinished)
+            delete(unfinished)
 
 
-def _remove(folder: Path) -> None:
-    if folder.is_symlink() or folder.is_file():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
+def delete(path: Path) -> None:
+    """Deletes a file, a link or a folder with all that is in it, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
