@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from training_runs import AtEnds
 
 import mupscale
 from mupscale.callbacks import plain
@@ -85,16 +86,6 @@ def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain.time, "monotonic", lambda: 100.0)
 
 
-class AtEnds(Callback):
-    """Calls a function at the end of every batch with the number of steps taken."""
-
-    def __init__(self, function: Callable[[int], None]) -> None:
-        self.function = function
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.function(trainer.global_step)
-
-
 # --- kernels and waits
 
 
@@ -126,8 +117,8 @@ class Operations(TorchDispatchMode):
         self.by_step: dict[int, Counter[str]] = {0: Counter()}
         self.now = self.by_step[0]
 
-    def begin(self, step: int) -> None:
-        self.now = self.by_step[step] = Counter()
+    def begin(self, trainer: Trainer, module: Any) -> None:
+        self.now = self.by_step[trainer.global_step] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -237,7 +228,7 @@ def python_calls(folder: Path, *callbacks: Callback) -> int:
             mlp(optimizer=ADAMW, lr_scheduler=cosine),
             folder,
             *callbacks,
-            AtEnds(lambda step: counts.update({step: calls()})),
+            AtEnds(lambda trainer, _: counts.update({trainer.global_step: calls()})),
         )
     found = {counts[step + 1] - counts[step] for step in range(LOG_EVERY + 1, 2 * LOG_EVERY - 1)}
     assert len(found) == 1, "every step does the same"
@@ -316,7 +307,7 @@ def test_files_and_flops_wait_for_the_first_wide_step(
     monkeypatch.setattr(Growable, "_count_flops", count)
     monkeypatch.setattr(base, "_FLOPS", {})
     monkeypatch.setattr(checkpoint_files, "pays_in_background", lambda trainer: True)
-    watch = AtEnds(lambda step: seen.append(f"end {step}"))
+    watch = AtEnds(lambda trainer, _: seen.append(f"end {trainer.global_step}"))
     settings = {"val_check_interval": 3} if validates else {}
     fit(mlp(optimizer=ADAMW), tmp_path, UpscaleCallback(3, 16), watch, FastLoop(), steps=5, **settings)
     first, last = seen.index("end 3"), seen.index("end 4")
@@ -416,7 +407,7 @@ def test_memory_does_not_grow(model: str, tmp_path: Path, pytestconfig: pytest.C
     last = 1100 if pytestconfig.getoption("--all") else 300
     make, settings, _ = MODELS[model]
     live, seen = LiveBytes(), {}
-    watch = AtEnds(lambda step: seen.update({step: live.now}))
+    watch = AtEnds(lambda trainer, _: seen.update({trainer.global_step: live.now}))
     with live:
         fit(make(lr_scheduler=cosine), tmp_path, FastLoop(), watch, steps=last + 1, batches=20, **settings)
     assert seen[100] == seen[last] > 0

@@ -16,6 +16,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset
+from training_runs import Losses, quiet_trainer
 
 from mupscale import AdditiveNoise
 from mupscale.callbacks.exact_resume import ExactResume
@@ -25,16 +26,6 @@ from mupscale.methods import LiGO
 
 GROWS_AT, BATCHES = 4, 14
 HIDDEN = {"hparams": {"hidden": 16}}
-
-
-class Losses(Callback):
-    """The losses of every batch, as the optimizers see them."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        self.values.append(float(loss.detach()))
 
 
 class Keep(Checkpoint):
@@ -57,16 +48,9 @@ def fit(
     """Trains for two epochs; the loss of every backward pass."""
     seed_everything(1, verbose=False)
     losses = Losses()
-    settings = {"max_epochs": 2, "precision": "64-true", "enable_checkpointing": False, **settings}
-    trainer = Trainer(
-        **settings,
-        accelerator="cpu",
-        logger=[DummyLogger()],
-        default_root_dir=folder,
-        callbacks=[losses, *callbacks],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
+    settings = {"max_epochs": 2, "precision": "64-true", **settings}
+    trainer = quiet_trainer(
+        **settings, logger=[DummyLogger()], default_root_dir=folder, callbacks=[losses, *callbacks], log_every_n_steps=1
     )
     data = TensorDataset(*rows(kind, 8 * BATCHES // 2))
     trainer.fit(module, DataLoader(data, 8, shuffle=True), ckpt_path=ckpt)
@@ -227,14 +211,6 @@ def test_processes_that_hand_their_weights_back_are_refused(tmp_path: Path) -> N
         fit(Autoencoder(), "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN), strategy="ddp_fork", devices=2)
 
 
-def test_a_module_needs_one_way_to_grow() -> None:
-    for growth in ({}, {"hparams": {}}, {"width": 8, "hparams": {"hidden": 8}}):
-        with pytest.raises(UserError, match=r"needs one of width .* hparams .* and make"):
-            UpscaleCallback(4, **growth)
-    with pytest.raises(UserError, match="call is for modules that grow by hparams or make"):
-        UpscaleCallback(4, 8, call=lambda module, batch: module(batch))
-
-
 @pytest.mark.usefixtures("double")
 def test_two_growths_an_average_accumulation_and_clipping(tmp_path: Path) -> None:
     example, averages = EXAMPLES["groups without decay"], []
@@ -258,9 +234,7 @@ def test_a_wide_checkpoint_loads_into_a_narrow_module_for_a_test_and_by_its_clas
     assert torch.equal(loaded.encoder[0].weight, module.encoder[0].weight.float())
     narrow = Autoencoder()
     data = DataLoader(TensorDataset(*rows("points", 4)), batch_size=4)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[swap()], enable_progress_bar=False, precision="64-true"
-    )
+    trainer = quiet_trainer(callbacks=[swap()], precision="64-true")
     trainer.predict(narrow, data, ckpt_path=wide, weights_only=False)
     assert torch.equal(narrow.encoder[0].weight, module.encoder[0].weight)
 

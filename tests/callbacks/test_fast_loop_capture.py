@@ -15,12 +15,13 @@ from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, Mode
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from loop_cases import CASES, MovedBatches, Plain, Talkative
-from observed_fits import Case, assert_same_run, capture_on_cpu, fit, spy
+from observed_fits import Case, Hooked, assert_same_run, capture_on_cpu, fit, spy
 from run_ends import differences, observed
 from tiers import slow_except
 from tiny_modules import SCHEDULES, gpt2, mlp, resnet
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from training_runs import BeforeStep, quiet_trainer
 
 from mupscale.callbacks import plain
 from mupscale.callbacks.curves import Curves
@@ -90,17 +91,6 @@ def test_captured_steps_count_as_steps(
     assert [step.calls for step in captures] == ([steps - eager] if swaps == 1 else [13 - 3, 12 - 3])
 
 
-class Watch(Callback):
-    """Does something before a step."""
-
-    def __init__(self, step: int, action: Callable[[Trainer], None]) -> None:
-        self.step, self.action = step, action
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.step:
-            self.action(trainer)
-
-
 def set_decay(trainer: Trainer, value: float) -> None:
     for group in trainer.optimizers[0].param_groups:
         group["weight_decay"] = value
@@ -127,8 +117,8 @@ def replace(trainer: Trainer) -> None:
 def test_what_a_graph_cannot_follow_makes_a_new_one(
     action: Callable[[Trainer], None], eager: int, captures: list[StandIn], tmp_path: Path
 ) -> None:
-    theirs = fit(Case(), tmp_path / "lightning", Watch(12, action))
-    ours = fit(Case(), tmp_path / "captured", Watch(12, action), FastLoop(cuda_graph=True))
+    theirs = fit(Case(), tmp_path / "lightning", BeforeStep(12, action))
+    ours = fit(Case(), tmp_path / "captured", BeforeStep(12, action), FastLoop(cuda_graph=True))
     assert_same_run(ours, theirs)
     assert [step.calls for step in captures] == [12 - 3, 13 - eager]
 
@@ -163,8 +153,7 @@ def test_self_log_in_a_captured_step_is_an_error(captures: list[StandIn], tmp_pa
 
 
 def trainer_for(module: LightningModule, **settings: Any) -> Trainer:
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = Trainer(**{"accelerator": "cpu", "devices": 1, **off, **settings})
+    trainer = quiet_trainer(**settings)
     trainer.strategy.connect(module)
     return trainer
 
@@ -234,13 +223,6 @@ def test_on_a_cpu_cuda_graph_is_no_mistake(own_batches: list[int], tmp_path: Pat
 
 
 # --- blocks of steps
-
-
-class Hooked(Callback):
-    """Has a hook of every step, so that steps are taken one by one."""
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        pass
 
 
 class DecayedLater(LambdaLR):

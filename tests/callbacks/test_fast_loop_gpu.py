@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
+from training_runs import AtEnds, quiet_trainer
 
 import mupscale
 from mupscale.callbacks import fast_loop
@@ -72,16 +73,6 @@ def resident(tensors: tuple[Tensor, ...], batch_size: int = 8, shuffle: bool = T
     return ResidentLoader(tuple(tensor.cuda() for tensor in tensors), batch_size, shuffle=shuffle)
 
 
-class AtEnds(Callback):
-    """Calls a function at the end of every batch."""
-
-    def __init__(self, function: Callable[[Trainer, Any], None]) -> None:
-        self.function = function
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.function(trainer, pl_module)
-
-
 def fit(module: Growable, folder: Path, *callbacks: Callback, steps: int = 40, count: int = 80, **settings: Any) -> Any:
     """A run on the GPU: its losses, and what else `watch` saw after every step."""
     seed_everything(1, verbose=False)
@@ -92,10 +83,9 @@ def fit(module: Growable, folder: Path, *callbacks: Callback, steps: int = 40, c
         losses[trainer.global_step - 1].copy_(module.train_loss)  # without waiting for it
         seen.append(watch(trainer, module))
 
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(
-        accelerator="gpu", devices=1, max_steps=steps, num_sanity_val_steps=0, default_root_dir=folder,
-        callbacks=[*callbacks, AtEnds(look)], **(off | settings),
+    trainer = quiet_trainer(
+        accelerator="gpu", max_steps=steps, num_sanity_val_steps=0, default_root_dir=folder,
+        callbacks=[*callbacks, AtEnds(look)], **settings,
     )  # fmt: skip
     trainer.fit(module, loader(rows(module, count)), resident(rows(module, 16)))
     return SimpleNamespace(module=module, trainer=trainer, losses=losses.double().cpu(), seen=seen)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
+from observed_fits import Hooked
 from run_ends import differences, observed
 from tiny_modules import SCHEDULES, rows
 
@@ -21,13 +22,6 @@ from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.gpu
-
-
-class Hooked(Callback):
-    """Has a hook of every step, so that steps are taken one by one."""
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        pass
 
 
 def run(folder: Path, *callbacks: Callback, **arguments: Any) -> int:

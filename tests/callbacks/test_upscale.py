@@ -16,7 +16,7 @@ from tiers import slow_except
 from tiny_modules import ADAMW, MODELS, OPTIMIZERS, SCHEDULES, SGD, mlp
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from training_runs import fit, gap, rates
+from training_runs import BeforeStep, fit, gap, rates
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -40,18 +40,12 @@ def test_the_curve_goes_on_as_if_nothing_had_happened(model: str, optimizer: str
         assert gap(narrow, wide) < tolerance
 
 
-class NudgeAt(Callback):
-    """Moves every weight by about one bfloat16 ulp, up or down, at a step: what rounding may do to a run."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @torch.no_grad()
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.step:
-            for parameter in pl_module.net.parameters():
-                signs = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).sign()
-                parameter.mul_(1 + 2.0**-8 * signs)
+@torch.no_grad()
+def nudge(trainer: Trainer) -> None:
+    """Moves every weight by about one bfloat16 ulp, up or down: what rounding may do to a run."""
+    for parameter in trainer.lightning_module.net.parameters():
+        signs = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).sign()
+        parameter.mul_(1 + 2.0**-8 * signs)
 
 
 BFLOAT16 = list(product(MODELS, OPTIMIZERS, ["bf16-mixed", "bf16-true"]))
@@ -64,7 +58,7 @@ def test_in_bfloat16_the_curves_differ_by_rounding(model: str, optimizer: str, p
     settings: Any = {"precision": precision, "steps": 20}
     narrow, nudged, wide = (
         fit(make(optimizer=OPTIMIZERS[optimizer]), tmp_path, *extra, **settings)
-        for extra in ([], [NudgeAt(10)], [UpscaleCallback(10, target)])
+        for extra in ([], [BeforeStep(10, nudge)], [UpscaleCallback(10, target)])
     )
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     assert {p.dtype for p in wide.module.net.parameters()} == {dtype}

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from tiers import slow_except
 from tiny_modules import ADAMW, OPTIMIZERS, SCHEDULES, mlp
-from training_runs import fit, gap, rates
+from training_runs import BeforeStep, fit, gap, rates
 
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
@@ -66,18 +66,6 @@ def test_what_is_frozen_before_the_fit_is_frozen_in_a_resumed_one(tmp_path: Path
         assert torch.equal(resumed.losses, whole.losses[step:])
 
 
-class Changed(Callback):
-    """Changes hyperparameters at step 10."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 10:
-            for group in trainer.optimizers[0].param_groups:
-                group.update(self.settings)
-
-
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "betas": ("adamw", {"betas": (0.5, 0.9)}),
     "decay": ("adamw", {"weight_decay": 1.0}),
@@ -92,12 +80,18 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_path: Path) -> None:
     optimizer, settings = CHANGES[change]
     make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
-    narrow = fit(make(), tmp_path, Changed(**settings), steps=40)
-    wide = fit(make(), tmp_path, Changed(**settings), UpscaleCallback(20, 24), UpscaleCallback(30, 40), steps=40)
+
+    def change(trainer: Trainer) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group.update(settings)
+
+    changed = BeforeStep(10, change)
+    narrow = fit(make(), tmp_path, changed, steps=40)
+    wide = fit(make(), tmp_path, changed, UpscaleCallback(20, 24), UpscaleCallback(30, 40), steps=40)
     assert gap(narrow, wide) < 1e-9
     assert gap(narrow, fit(make(), tmp_path, steps=40)) > 1e-3
     same = mupscale.methods.Net2Net(hyperparameters="same")
-    kept = fit(make(), tmp_path, Changed(**settings), UpscaleCallback(20, 16, method=same), steps=25)
+    kept = fit(make(), tmp_path, changed, UpscaleCallback(20, 16, method=same), steps=25)
     assert all(group[key] == settings[key] for group in kept.trainer.optimizers[0].param_groups for key in settings)
 
 

@@ -80,46 +80,75 @@ class StaleOptimizer(MLP):
 
 
 def refused(message: str, module: Growable, folder: Path, *callbacks: Callback, **settings: Any) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         fit(module, folder, *callbacks, **settings)
+    assert "\n" not in str(error.value)
     assert module._trainer is None or module.trainer.global_step == 0, "it was found out too late"
 
 
 EPOCHS: dict[str, Any] = {"steps": -1, "max_epochs": 3}
-BAD_GROWTHS: dict[str, tuple[Callable[[], Growable], list[Any], dict[str, Any]]] = {
-    "at_step = 50 is never reached: trainer.max_steps = 50": (mlp, [(50, 24)], {}),
-    "at_step = 30 is never reached: the run has 30 steps": (mlp, [(30, 24)], EPOCHS),
-    "at_step = 40 is never reached: the run has 30 steps": (mlp, [(40, 24)], EPOCHS | {"steps": 100}),
-    "at_step = 15 is never reached": (mlp, [(15, 24)], EPOCHS | {"accumulate_grad_batches": 2}),
-    "width = 20 does not fit the width before it, 8: .*by a whole factor": (gpt2, [(20, 20)], {}),
-    "width = 15 does not fit .*divisible by 2 heads": (gpt2, [(20, 15)], {}),
-    "width = 4 is not wider than the width before it, 8": (mlp, [(20, 4)], {}),
-    r"width = \[16, 3\] does not fit": (partial(mlp, [8, 4], base_width=[4, 4]), [(20, [16, 3])], {}),
-    "width = 24 does not fit the width before it, 16": (gpt2, [(10, 16), (20, 24)], {}),
-    "width = 8 is not wider than the width before it, 16": (mlp, [(10, 16), (20, 8)], {}),
+BAD_GROWTHS: dict[str, tuple[Callable[[], Growable], list[UpscaleCallback], dict[str, Any]]] = {
+    "at_step = 50 is never reached: trainer.max_steps = 50": (mlp, [UpscaleCallback(50, 24)], {}),
+    "at_step = 30 is never reached: the run has 30 steps": (mlp, [UpscaleCallback(30, 24)], EPOCHS),
+    "at_step = 40 is never reached: the run has 30 steps": (mlp, [UpscaleCallback(40, 24)], EPOCHS | {"steps": 100}),
+    "at_step = 15 is never reached": (mlp, [UpscaleCallback(15, 24)], EPOCHS | {"accumulate_grad_batches": 2}),
+    "width = 20 does not fit the width before it, 8: .*by a whole factor": (gpt2, [UpscaleCallback(20, 20)], {}),
+    "width = 15 does not fit .*divisible by 2 heads": (gpt2, [UpscaleCallback(20, 15)], {}),
+    "width = 4 is not wider than the width before it, 8": (mlp, [UpscaleCallback(20, 4)], {}),
+    r"width = \[16, 3\] does not fit": (
+        partial(mlp, [8, 4], base_width=[4, 4]),
+        [UpscaleCallback(20, [16, 3])],
+        {},
+    ),
+    "width = 24 does not fit the width before it, 16": (gpt2, [UpscaleCallback(10, 16), UpscaleCallback(20, 24)], {}),
+    "width = 8 is not wider than the width before it, 16": (
+        mlp,
+        [UpscaleCallback(10, 16), UpscaleCallback(20, 8)],
+        {},
+    ),
+    "layers = 1 are not more layers than before it, 2": (gpt2, [UpscaleCallback(5, layers=1)], {}),
+    "layers = 4: MLP has no residual blocks: give model.layers": (mlp, [UpscaleCallback(5, layers=4)], {}),
+    "layers = 4 does not fit .*no list of layers 'layers' is longer": (
+        gpt2,
+        [UpscaleCallback(5, layers=4, depth={"layers": [0, 0, 1, 1]})],
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("message", BAD_GROWTHS)
 def test_bad_growth_is_refused_before_training(message: str, tmp_path: Path) -> None:
     make, growths, settings = BAD_GROWTHS[message]
-    refused(f"UpscaleCallback.{message}", make(), tmp_path, *(UpscaleCallback(*each) for each in growths), **settings)
+    refused(f"UpscaleCallback.{message}", make(), tmp_path, *growths, **settings)
 
 
-def test_arguments_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match=r"UpscaleCallback.at_step must be at least 0"):
-        UpscaleCallback(-1, 24)
-    for lr in (0.0, math.nan, math.inf):
-        with pytest.raises(UserError, match=f"UpscaleCallback.lr must be positive and finite, got {lr}"):
-            UpscaleCallback(1, 24, lr=lr)
-    for width in (0, 8.0, "8", [8, 0], True):
-        words = f"UpscaleCallback.width must be a whole number of at least 1, or a list of them; got {width!r}"
-        with pytest.raises(UserError, match=re.escape(words)):
-            UpscaleCallback(1, width)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"UpscaleCallback.noise must be"):
-        UpscaleCallback(1, 24, noise=0.1)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"copied"):
-        UpscaleCallback(1, 24, transfer_state="copied")  # type: ignore[arg-type]
+WIDTH = "UpscaleCallback.width must be a whole number of at least 1, or a list of them; got "
+RATE = "UpscaleCallback.lr must be positive and finite, got "
+NO_TARGET = "UpscaleCallback needs one of width or layers (of a Growable), hparams (the arguments of the module"
+CALL = "UpscaleCallback.call is for modules that grow by hparams or make"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"at_step": -1, "width": 24}, "UpscaleCallback.at_step must be at least 0"),
+        *[({"width": 24, "lr": lr}, f"{RATE}{lr}") for lr in (0.0, math.nan, math.inf)],
+        *[({"width": width}, f"{WIDTH}{width!r}") for width in (0, 8.0, "8", [8, 0], True)],
+        ({"width": 24, "noise": 0.1}, "UpscaleCallback.noise must be"),
+        ({"width": 24, "transfer_state": "copied"}, "copied"),
+        ({"layers": 0}, "UpscaleCallback.layers must be a whole number of at least 1"),
+        ({"width": 8, "depth": "stack"}, "UpscaleCallback.depth = stack needs layers"),
+        *[({"hparams": hparams}, NO_TARGET) for hparams in (None, {})],
+        *[({**size, "hparams": {"hidden": 8}}, NO_TARGET) for size in ({"width": 8}, {"layers": 4})],
+        ({"width": 8, "call": lambda module, batch: module(batch)}, CALL),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        UpscaleCallback(**{"at_step": 1, **arguments})
+
+
+def test_a_width_that_heads_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model.width = 9 is not divisible by model.heads = 2"):
         gpt2(9)
 

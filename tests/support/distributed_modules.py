@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_modules import EXAMPLES, rows
 from torch.utils.data import DataLoader, TensorDataset
-from training_runs import quiet_trainer
+from training_runs import Losses, quiet_trainer
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -18,14 +18,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "groups without decay": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
     "GAN": {},
 }
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: torch.Tensor) -> None:
-        self.values.append(float(loss.detach()))
 
 
 def run(name: str, folder: Path, *swaps: Callback) -> dict[str, Any]:

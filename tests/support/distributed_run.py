@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from process_runs import STEPS, launched
+from process_runs import STEPS, launched, left_by
 from tiny_modules import ADAMW, SGD, gpt2, mlp, rows
 from training_runs import Record, quiet_trainer
 
@@ -30,8 +30,6 @@ from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
-from mupscale.models.checkpoint import optimizer_names
-from mupscale.sharding import gathered
 
 MAKE = {"mlp": (mlp, 24, ADAMW), "gpt2": (gpt2, 24, SGD)}
 
@@ -97,27 +95,7 @@ def fit(
     if ckpt is not None:
         checked(ckpt)  # as the commands do, before Lightning reads it
     trainer.fit(module, datamodule=Data(module), ckpt_path=ckpt)
-    assert module.net is not None
-    weights = {name: gathered(parameter.detach()).clone() for name, parameter in module.net.named_parameters()}
-    (used,) = trainer.optimizers
-    parameters = [p for group in used.param_groups for p in group["params"]]
-    state = {
-        f"{name} {key}": gathered(value).clone()
-        for name, parameter in zip(optimizer_names(module, used), parameters, strict=True)
-        for key, value in used.state[parameter].items()
-    }
-    losses = [
-        float(trainer.strategy.reduce(torch.tensor(loss, dtype=torch.float64), reduce_op="mean"))
-        for loss in record.losses
-    ]
-    answer = {
-        "losses": torch.tensor(losses),
-        "steps": record.steps,
-        "width": module.width,
-        "weights": weights,
-        "state": state,
-    }
-    return answer, trainer
+    return left_by(trainer, module, record), trainer
 
 
 def main(folder: Path) -> None:

@@ -81,6 +81,13 @@ def capture_on_cpu(patch: pytest.MonkeyPatch, step: type) -> None:
     patch.setattr(FastLoop, "setup", on_gpu)
 
 
+class Hooked(Callback):
+    """Has a hook of every step, so that steps are taken one by one."""
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        pass
+
+
 INSIDE = {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
 """Hooks within a step, which a captured step does not call."""
 

@@ -18,7 +18,7 @@ import mupscale  # first, so that torchvision can be imported beside a CPU-only 
 
 # isort: split
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_modules import ADAMW, gpt2, mlp, rows
 from torch.distributed.checkpoint import state_dict  # noqa: F401  before the forks
@@ -30,6 +30,7 @@ from mupscale import __main__ as command_line
 from mupscale.callbacks.run_checkpoint import write_whole_files
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import optimizer_names
 from mupscale.models.fsdp2 import FSDP2  # noqa: F401  registers it
 from mupscale.sharding import gathered
@@ -83,14 +84,24 @@ def fit(
     share = {"rank": int(os.environ.get("RANK", "0")), "world_size": processes}
     loader = ResidentLoader(rows(module, 80, dtype), 8, shuffle=True, drop_last=True, **share)
     trainer.fit(module, loader, ckpt_path=None if start is None else folder / f"{start}.ckpt")
-    losses = [trainer.strategy.reduce(torch.tensor(x, dtype=torch.float64), reduce_op="mean") for x in record.losses]
+    return left_by(trainer, module, record)
+
+
+def left_by(trainer: Trainer, module: Growable, record: Record) -> dict[str, Any]:
+    """The losses of a run, means over its processes, and its steps; weights and optimizer state by name, gathered."""
     assert module.net is not None
     (used,) = trainer.optimizers
-    state = {f"{name}": gathered(parameter.detach()).clone() for name, parameter in module.net.named_parameters()}
+    state = {name: gathered(parameter.detach()).clone() for name, parameter in module.net.named_parameters()}
     parameters = [parameter for group in used.param_groups for parameter in group["params"]]
     for name, parameter in zip(optimizer_names(module, used), parameters, strict=True):
         state |= {f"{name} {key}": gathered(value).clone() for key, value in used.state[parameter].items()}
-    return {"losses": [float(loss) for loss in losses], "steps": record.steps, "state": state}
+    losses = torch.tensor(record.losses, dtype=torch.float64)
+    return {
+        "losses": trainer.strategy.reduce(losses, reduce_op="mean"),
+        "steps": record.steps,
+        "width": module.width,
+        "state": state,
+    }
 
 
 def widen_offline(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Runs of small modules inside `Trainer.fit`, what they leave behind, and comparisons of two of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,37 @@ class Record(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(pl_module.train_loss))
         self.steps.append(trainer.global_step)
+
+
+class Losses(Callback):
+    """The losses of every batch, as the optimizers see them."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
+        self.values.append(float(loss.detach()))
+
+
+class BeforeStep(Callback):
+    """Does something before a step; steps are counted from 0."""
+
+    def __init__(self, step: int, function: Callable[[Trainer], Any]) -> None:
+        self.step, self.function = step, function
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            self.function(trainer)
+
+
+class AtEnds(Callback):
+    """Does something at the end of every batch."""
+
+    def __init__(self, function: Callable[[Trainer, Any], Any]) -> None:
+        self.function = function
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.function(trainer, pl_module)
 
 
 def fit(*arguments: Any, **settings: Any) -> Any:
