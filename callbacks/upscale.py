@@ -33,7 +33,7 @@ from mupscale.callbacks.swap import (
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import generators_kept
 from mupscale.device_memory import physical_memory, unreserved_bytes
-from mupscale.errors import UserError
+from mupscale.errors import UserError, prefix_errors
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise
 from mupscale.models import growth_check
@@ -151,10 +151,8 @@ class UpscaleCallback(Swap, Strides):
                 "method"
             )
         state_rule = self.method.state if transfer_state is None else transfer_state
-        try:
+        with prefix_errors("UpscaleCallback.transfer_state"):
             check_state_rule(state_rule, rewarm_steps)
-        except UserError as error:
-            raise UserError(f"UpscaleCallback.transfer_state: {error}") from error
         self.at_step = at_step
         self.width = width
         self.layers = layers
@@ -453,10 +451,8 @@ class UpscaleCallback(Swap, Strides):
             except ValueError as error:
                 there = f"the width before it, {before.width}" if self.layers is None else f"the {before} before it"
                 raise UserError(f"{self._goal} does not fit {there}: {error}") from error
-        try:
+        with prefix_errors("UpscaleCallback.noise", ValueError):
             self.method.choose_noise(self.noise, growth, narrow)
-        except ValueError as error:
-            raise UserError(f"UpscaleCallback.noise: {error}") from error
         return growth
 
     # --- what is refused in a run
@@ -631,10 +627,8 @@ def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
             raise UserError(f"UpscaleCallback.at_step = {swap.at_step}: two upscales {what}. Keep one of them")
         targets[swap.at_step] = swap.target
         if swap.noise is not None:
-            try:
+            with prefix_errors("UpscaleCallback.noise", ValueError):
                 swap.noise.check_level()
-            except ValueError as error:
-                raise UserError(f"UpscaleCallback.noise: {error}") from error
 
 
 def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[Any]:

@@ -3,8 +3,7 @@
 See token_files.py for the format, README.md for the embedded sample.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from mupscale.datamodules.files import once, shared
 from mupscale.datamodules.resident import SeededData, ranks
 from mupscale.datamodules.token_files import SPLITS, TokenFolder, Vocabulary
 from mupscale.datamodules.windows import MappedWindows, Order, ResidentWindows, WindowLoader
-from mupscale.errors import UserError, refuse_unless_whole
+from mupscale.errors import UserError, prefix_errors, refuse_unless_whole
 
 JARGON = Path(__file__).with_name("jargon")
 RESIDENT_SHARE = 1 / 8
@@ -63,7 +62,7 @@ class FineWeb(SeededData):
 
     def prepare_data(self) -> None:
         corpus = self._corpus
-        with about_data_dir():
+        with prefix_errors("data_dir", OSError):
             once(corpus.version, corpus.verify)
 
     def setup(self, stage: str | None = None) -> None:
@@ -111,7 +110,7 @@ class FineWeb(SeededData):
 
     @cached_property
     def _corpus(self) -> TokenFolder:
-        with about_data_dir():
+        with prefix_errors("data_dir", OSError):
             listed = TokenFolder(Path(self.data_dir).expanduser() if self.data_dir is not None else JARGON)
             # that of another data module, if there is one, which has read more of its files
             corpus: TokenFolder = shared((TokenFolder, listed.version), lambda: listed)
@@ -160,12 +159,3 @@ def _size_in(arguments: Mapping[str, Any], own: str, *of_transformers: str) -> t
             if isinstance(config.get(name), int) and config[name] > 0:
                 return f"{prefix}.{name}", config[name]
     return own, None
-
-
-@contextmanager
-def about_data_dir() -> Iterator[None]:
-    """Names the option in an error about the folder."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        raise UserError(f"data_dir: {error}") from error

@@ -28,7 +28,7 @@ from mupscale.base_shapes import Init, apply_mup, clip_grad_norm_, set_base_shap
 from mupscale.checks.recording import generators_kept, leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
-from mupscale.errors import UserError, refuse_unless_level, refuse_unless_whole
+from mupscale.errors import UserError, prefix_errors, refuse_unless_level, refuse_unless_whole
 from mupscale.models import checkpoint as checkpoints
 from mupscale.models._lightning import averaged_copy, averaging_callbacks, set_average, trainer_of
 from mupscale.models.checkpoint import CHECKPOINT_KEY, Layers, Size, Width
@@ -393,10 +393,8 @@ class Growable(LightningModule):
     def on_fit_start(self) -> None:
         path = self.hparams["init_from"]
         if path is not None and self.trainer.ckpt_path is None:
-            try:
+            with prefix_errors(f"model.init_from = {path}"):
                 self._start_from(checkpoints.load_checkpoint(path))
-            except UserError as error:
-                raise UserError(f"model.init_from = {path}: {error}") from error
 
     def _start_from(self, checkpoint: dict[str, Any]) -> None:
         refuse_other_size(self.size, self.size_in(checkpoint))
@@ -541,10 +539,8 @@ def refuse_bad_counts(**counts: Any) -> None:
 
 def refuse_bad_hyperparameters(optimizer: Optimizer, trainer: Trainer | None) -> None:
     """Raises a UserError for hyperparameters that are NaN or infinite, and for a clip that is, or that would ascend."""
-    try:
+    with prefix_errors("model.optimizer"):
         refuse_bad_levels(optimizer)
-    except UserError as error:
-        raise UserError(f"model.optimizer: {error}") from error
     if trainer is not None and trainer.gradient_clip_val is not None:
         refuse_unless_level("trainer.gradient_clip_val", trainer.gradient_clip_val)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from mupscale.errors import UserError
+from mupscale.errors import prefix_errors
 from mupscale.models._lightning import DataParallelMesh
 from mupscale.models.base import Growable, refuse_other_size
 from mupscale.models.checkpoint import (
@@ -45,10 +45,8 @@ class FSDP2(DataParallelMesh):
             return super().load_checkpoint(path, weights_only)
         # Lightning would number the parameters of an optimizer in the order of the model, a file does so in its own
         checkpoint = load_checkpoint(path, mapped=True)
-        try:
+        with prefix_errors(str(path)):
             refuse_other_size(module.size, module.size_in(checkpoint))
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
         refuse_other_architecture(module.net, module.hparams, checkpoint)
         load_weights(module.net, checkpoint)
         load_optimizer_state(module, self.optimizers, checkpoint)

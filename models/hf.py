@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mupscale.errors import UserError, needs_extra
+from mupscale.errors import UserError, needs_extra, prefix_errors
 from mupscale.models._lightning import is_trial_run, run_folder
 from mupscale.models.base import refuse_bad_width
 from mupscale.models.checkpoint import SAVED, load_weights
@@ -185,13 +185,11 @@ class HFCausalLM(LanguageModel):
         if folder is not None and config is not None:
             raise UserError(f"model.folder = {folder} has its own configuration; leave model.config out")
         key = "folder" if config is None else "config"
-        try:
+        with prefix_errors(f"model.{key}"):
             if isinstance(config, dict):
                 made = config_of(config)
             else:
                 made = config_in(Path(str(folder if config is None else config)).expanduser())
-        except UserError as error:
-            raise UserError(f"model.{key}: {error}") from error
         # the arguments that a checkpoint keeps: all that it needs to be built again
         config = made.to_dict()
         own_width = hidden_size_of(made)

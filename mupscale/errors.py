@@ -42,6 +42,16 @@ def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
+def prefix_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Puts what it is about, an option or a file, before the message of a UserError, or of an exception of `kinds`."""
+    handled: tuple[type[Exception], ...] = (UserError, *kinds)
+    try:
+        yield
+    except handled as error:
+        raise UserError(f"{what}: {error}") from error
+
+
+@contextmanager
 def needs_extra(name: str) -> Iterator[None]:
     """Turns a failing import into a UserError that names the extra to install."""
     try:

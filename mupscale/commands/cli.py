@@ -41,7 +41,7 @@ from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.process import did_you_mean, without_collections
 from mupscale.commands.run import RunJournal, RunStart, after_fit
 from mupscale.data_files import LOADER, META, read_yaml
-from mupscale.errors import UserError, one_line
+from mupscale.errors import UserError, one_line, prefix_errors
 from mupscale.models._lightning import callbacks_in, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import Growable, has_own_optimizers, refuse_absolute_rates, refuse_bad_hyperparameters
 from mupscale.models.checkpoint import checkpoint_size, refuse_malformed, refuse_malformed_optimizers, run_in
@@ -209,13 +209,11 @@ class CLI(LightningCLI):
             )
         if Path(path).is_file() and self.config["weights_only"] is False:
             return  # the user trusts the file
-        try:
+        with prefix_errors("ckpt_path"):
             checkpoint = checked(Path(path))
             refuse_malformed(checkpoint)
             if self.command == "fit":
                 refuse_malformed_optimizers(checkpoint)
-        except UserError as error:
-            raise UserError(f"ckpt_path: {error}") from error
         if self.command == "fit":
             run = run_in(checkpoint)
             self._log_folders = run.get("log_folders", [])
@@ -356,10 +354,8 @@ def as_plain(parser: LightningArgumentParser, config: Any) -> Config:
 def refuse_optimizer(module: Growable, trainer: Trainer) -> None:
     """Raises a UserError for an optimizer, or a schedule, of the configuration that cannot train the module."""
     parameters = module.network(*module.size, meta=True).parameters()
-    try:
+    with prefix_errors("model.optimizer", ValueError):  # torch judges most numbers
         optimizer = module.optimizer_callable(parameters)
-    except ValueError as error:  # torch judges most numbers
-        raise UserError(f"model.optimizer: {error}") from error
     refuse_bad_hyperparameters(optimizer, trainer)
     apply_mup(optimizer)
     if module.lr_scheduler_callable is not None:
@@ -445,10 +441,8 @@ def words_in(arguments: list[str]) -> set[str] | None:
     texts = list(arguments)
     for _, file in given(arguments, "--config"):
         if Path(file).is_file():
-            try:
+            with prefix_errors("config"):
                 content = read_yaml(Path(file))
-            except UserError as error:
-                raise UserError(f"config: {error}") from error
             if not isinstance(content, dict):
                 raise UserError(
                     f"config: give a YAML file with keys (model:, data:, trainer:), got {content or 'nothing'}"

@@ -29,7 +29,7 @@ from mupscale.commands.widths import (
     numbers_in,
 )
 from mupscale.data_files import DECIMAL, interpreting, read_yaml
-from mupscale.errors import UserError
+from mupscale.errors import UserError, prefix_errors
 
 REQUIRED = {
     "upscale": ["protocol", "config", "small", "target", "seeds", "noise", "sweep_2"],
@@ -430,8 +430,5 @@ def refuse_validated_schedule(where: str, config: Config) -> None:
 @contextmanager
 def refusals(where: str) -> Iterator[None]:
     """What is refused is a UserError that starts with `where`; random numbers are drawn as if nothing had been."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
+    with prefix_errors(where, ValueError), torch.random.fork_rng(devices=[]):
+        yield

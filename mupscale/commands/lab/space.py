@@ -19,7 +19,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import parsed, refuse_growths, refuse_optimizer
 from mupscale.commands.config import Config, Point, at, brief, callback_key, number_in, temporary_file
 from mupscale.data_files import DECIMAL, yaml_of
-from mupscale.errors import UserError
+from mupscale.errors import UserError, prefix_errors
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -269,14 +269,12 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
             changed = at(config, point)
         except UserError as error:
             raise UserError(f"{where} {error}") from error
-        try:
+        with prefix_errors(f"{where} {axis.key}={brief(value)}"):
             with temporary_file(changed) as file:
                 cli = parsed(["--config", file])
             refuse_optimizer(cli.model, cli.trainer)
             if growing:
                 refuse_growths(cli.model, cli.trainer)
-        except UserError as error:
-            raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
 
 
 def _changes_growth(key: str) -> bool:
