@@ -102,10 +102,6 @@ class MLP(Classifier):
             refuse_bad_counts(base_layers=base_layers)
         super().__init__(width, base_width, layers=layers, **kwargs)
 
-    @property
-    def classes(self) -> int:
-        return self.hparams["outputs"]
-
     def stacked_losses(self) -> "Losses | None":
         net = self.net
         plain = type(net) is MLPNet and not net.blocks and not any(has_hooks(module) for module in net.modules())

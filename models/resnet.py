@@ -99,10 +99,6 @@ class ResNet18(Classifier):
             raise UserError(f"model.layers of a ResNet18 is a list, the blocks of each stage; got {layers}")
         super().__init__(width, base_width, layers=layers, **kwargs)
 
-    @property
-    def classes(self) -> int:
-        return self.hparams["outputs"]
-
     def build(self, width: int, layers: list[int]) -> nn.Module:
         return ResNet18Net(width, self.hparams["outputs"], layers)
 
