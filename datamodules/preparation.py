@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mupscale.atomic import locked, partial, write_durably
-from mupscale.data_files import json_of, refuse_links
+from mupscale.data_files import interpreting, json_of, refuse_links
 from mupscale.datamodules.documents import Source, Unusable
 from mupscale.datamodules.token_files import PREPARED, PROGRESS, SPLITS
 from mupscale.datamodules.token_writer import LARGEST_VOCABULARY, TokenWriter
@@ -41,6 +41,7 @@ PIECE = 2**20
 FILE_TOKENS = 2**26
 TRAINING_BYTES = 2**26
 """How much text of the first training documents a vocabulary is trained on."""
+DAMAGED = "{} is damaged; delete the folder and prepare it again"
 COMMIT_SECONDS = 5.0
 """The interval between commits in seconds: a killed process loses at most this much work."""
 
@@ -67,7 +68,7 @@ class Progress:
     def read(cls, folder: Path) -> Self | None:
         path = folder / PROGRESS
         if path.exists():
-            with undamaged(path):
+            with interpreting(DAMAGED.format(path)):
                 progress = cls(**json_of(path.read_bytes()))
                 rows = [(tokens, documents) for split in SPLITS for tokens, documents in progress.files[split]]
                 if not isinstance(progress.preparation, dict) or not isinstance(progress.trained_on, dict | None):
@@ -150,21 +151,12 @@ def prepare(
 def read_prepared(folder: Path) -> Prepared:
     """What a finished folder holds. Raises a UserError if its preparation.json is damaged."""
     path = folder / PREPARED
-    with undamaged(path):
+    with interpreting(DAMAGED.format(path)):
         content: Prepared = json_of(path.read_bytes())
         numbers = [content["vocabulary"], *(content[split]["tokens"] for split in SPLITS)]
         if not isinstance(content["preparation"], dict) or not all(type(n) is int and n > 0 for n in numbers):
             raise ValueError(f"its vocabulary and tokens are {numbers}")
         return content
-
-
-@contextmanager
-def undamaged(path: Path) -> Iterator[None]:
-    """Turns what is raised on reading a damaged file of a preparation into a UserError."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error!r}): delete the folder and prepare it again") from error
 
 
 def is_held_out(document: str, val_fraction: float) -> bool:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mupscale._torch import place_in_shard
-from mupscale.data_files import META, METADATA, damage_in, data_in
+from mupscale.data_files import META, METADATA, damage_in, data_in, inside
 from mupscale.errors import UserError, one_line
 
 Keys = tuple[str | int, ...]
@@ -250,7 +250,7 @@ KNOWN = {
 
 def check_sharded(folder: Path) -> None:
     """Raises a UserError if torch would run code from this checkpoint, or read files outside of its folder."""
-    _inside(folder, META)
+    inside(folder, META)
     files = [folder / METADATA, *folder.glob("__*.metadata")]  # torch falls back to those of single ranks
     for file in files:
         for item in _stored(file):
@@ -305,7 +305,7 @@ def _stored(file: Path) -> list[Item]:
 
 
 def _read(file: Path) -> Iterator[Item]:
-    with _inside(file.parent, file.name).open("rb") as stream:
+    with inside(file.parent, file.name).open("rb") as stream:
         metadata = MetadataUnpickler(stream, file).load()
     if type(metadata) is not STAND_INS["Metadata"]:
         raise UserError(f"{file} is not the metadata of a checkpoint")
@@ -317,7 +317,7 @@ def _read(file: Path) -> Iterator[Item]:
         if type(index) is not STAND_INS["MetadataIndex"] or type(info) is not STAND_INS["_StorageInfo"]:
             raise UserError(f"{file} is not the metadata of a checkpoint")
         place = info.__dict__
-        shard = _inside(file.parent, place["relative_path"])
+        shard = inside(file.parent, place["relative_path"])
         if place.get("transform_descriptors"):
             raise UserError(f"{file} asks for transformations of {shard.name}, which mupscale does not write")
         name, offset, length = index.__dict__["fqn"], place["offset"], place["length"]
@@ -331,15 +331,6 @@ def _check_value(item: Item) -> None:
         torch.load(item.content(), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many exception types
         raise UserError(f"{item.shard} has {item.name} with more than data in it; it is not loaded") from error
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """The file of this name in the folder; raises a UserError if it is elsewhere."""
-    if type(name) is not str or os.path.basename(name) != name or name in ("", ".", ".."):
-        raise UserError(f"{folder / METADATA} names a file outside of its folder: {name!r}")
-    if (folder / name).resolve().parent != folder.resolve():
-        raise UserError(f"{folder / name} is a link to a file outside of its folder; it is not read")
-    return folder / name
 
 
 class _StandIn:

@@ -102,7 +102,9 @@ def inside(folder: Path, name: Any) -> Path:
     """A path below a folder, as a file in it names it; raises a UserError if it lies elsewhere, also by a link."""
     path = folder / name if isinstance(name, str) else folder
     if path == folder or not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{folder} refers to something outside of it, {name!r}, which is not read")
+        raise UserError(
+            f"{folder} refers to something outside of it, {name!r}, which is not read; replace a link by a copy"
+        )
     return path
 
 
@@ -160,12 +162,12 @@ def json_of(text: str | bytes) -> Any:
     try:
         return json.loads(text, parse_int=_whole)
     except RecursionError as error:
-        raise UserError("it is nested too deep") from error
+        raise ValueError("it is nested too deep") from error
 
 
 def _whole(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
-        raise UserError(f"it has a number of {len(digits)} digits")
+        raise ValueError(f"it has a number of {len(digits)} digits")
     return int(digits)
 
 

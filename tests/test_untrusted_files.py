@@ -169,7 +169,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "test --config c.yaml --ckpt_path evil.ckpt", "which no checkpoint needs",
     ),
     "sharded: a link": (
-        put({"evil.ckpt/meta.pt": None}), "fit --config c.yaml --ckpt_path evil.ckpt", "outside of its folder",
+        put({"evil.ckpt/meta.pt": None}), "fit --config c.yaml --ckpt_path evil.ckpt", "something outside of it",
     ),
     "YAML: a tag": (put({"evil.yaml": TAG}), "plan --config evil.yaml", "python/object/apply:os.system"),
     "YAML: aliases": (put({"evil.yaml": BOMB}), "fit --config evil.yaml", "more than 100,000 values"),
@@ -188,7 +188,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "events: a link": (
         put({"theirs/config.yaml": CONFIGURED, EVENTS: None}),
-        "report theirs", "is a link to a file outside of its folder",
+        "report theirs", "something outside of it",
     ),
     "events: another length": (
         put({"theirs/config.yaml": CONFIGURED, EVENTS: struct.pack("<QI", 2**62, 0) + b"train/loss" + EVIL}),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mupscale.errors import UserError
+from mupscale.data_files import inside
 from mupscale.flops import LOGGED
 
 LOSS = "train/loss"
@@ -42,8 +42,7 @@ def read_log(folder: Path) -> Log:
 
     log = Log()
     for path in sorted(folder.glob("events.out.tfevents.*"), key=numbers_in_name):
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{path} is a link to a file outside of its folder; copy the file into it")
+        inside(folder, path.name)
         step = None
         try:
             for tag, at, value in scalars(path):

@@ -188,7 +188,7 @@ def test_a_shard_outside_of_the_folder(name: Callable[[Path], str], value: str, 
     content = metadata(folder)
     place_of(content, value).relative_path = name(folder)
     write(folder, content)
-    assert_refused(folder, "outside of its folder")
+    assert_refused(folder, "something outside of it")
 
 
 @pytest.mark.parametrize("place", [(-1, 5), (0, -5), ("0", 5)])
