@@ -25,8 +25,13 @@ from mupscale.growing.upscale import find_plan
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.methods.noise import Noise
-from mupscale.models._lightning import averaged_copy, averaging_callbacks, is_compiled, set_average
-from mupscale.models.base import replace_attributes
+from mupscale.models._lightning import (
+    averaged_copy,
+    averaging_callbacks,
+    is_compiled,
+    replace_attributes,
+    set_average,
+)
 from mupscale.models.growth_check import depth_between, first_samples
 from mupscale.models.ordinary import (
     Attributes,

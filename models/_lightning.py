@@ -11,7 +11,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -90,19 +90,22 @@ def trainer_of(module: LightningModule) -> Trainer | None:
 
 
 @contextmanager
-def attach_trainer(module: LightningModule, trainer: Any) -> Iterator[None]:
-    """Lets a module have this trainer meanwhile, as `self.trainer`."""
-    before = module._trainer
-    vars(module)["_trainer"] = trainer
+def replace_attributes(holder: object, values: Mapping[str, Any]) -> Iterator[None]:
+    """An object has these attributes of its own meanwhile, whatever its class has."""
+    own = vars(holder)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        vars(module)["_trainer"] = before
+        for name in values:
+            own.pop(name, None)
+        own.update(before)
 
 
-def configured_optimizers(module: LightningModule) -> tuple[list[Optimizer], list[Any]]:
-    trainer = module.trainer
-    return trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
+def attach_trainer(module: LightningModule, trainer: Any) -> AbstractContextManager[None]:
+    """Lets a module have this trainer meanwhile, as `self.trainer`."""
+    return replace_attributes(module, {"_trainer": trainer})
 
 
 def make_alike(module: LightningModule, changes: Mapping[str, Any]) -> LightningModule:

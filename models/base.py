@@ -30,7 +30,13 @@ from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
 from mupscale.errors import UserError, prefix_errors, refuse_unless_level, refuse_unless_whole
 from mupscale.models import checkpoint as checkpoints
-from mupscale.models._lightning import averaged_copy, averaging_callbacks, set_average, trainer_of
+from mupscale.models._lightning import (
+    averaged_copy,
+    averaging_callbacks,
+    replace_attributes,
+    set_average,
+    trainer_of,
+)
 from mupscale.models.checkpoint import CHECKPOINT_KEY, Layers, Size, Width
 from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
 from mupscale.widening.hints import refuse_lazy
@@ -464,20 +470,6 @@ def tensors_in(batch: Any) -> Sequence[Tensor]:
     if kinds == {Tensor}:
         return [batch] if type(batch) is Tensor else batch
     return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
-
-
-@contextmanager
-def replace_attributes(holder: object, values: Mapping[str, Any]) -> Iterator[None]:
-    """An object has these attributes of its own meanwhile, whatever its class has."""
-    own = vars(holder)
-    before = {name: own[name] for name in values if name in own}
-    own.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            own.pop(name, None)
-        own.update(before)
 
 
 def without_log(module: LightningModule) -> AbstractContextManager[None]:

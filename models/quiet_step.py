@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from mupscale._torch import is_compiled_in_place
 from mupscale.checks.recording import generators_kept, map_leaves, state_kept
 from mupscale.errors import UserError
-from mupscale.models._lightning import attach_trainer, configured_optimizers
-from mupscale.models.base import replace_attributes, without_log
+from mupscale.models._lightning import attach_trainer, replace_attributes
+from mupscale.models.base import without_log
 
 ModuleCall = Callable[[Any, Any], Any]
 """What is compared of a module and a batch."""
@@ -130,7 +130,8 @@ class IdleOptimizer:
 
 def _idle(module: LightningModule, losses: list[Any]) -> AbstractContextManager[None]:
     """Manual optimization does nothing meanwhile; the losses of its backward passes are in the list."""
-    optimizers, schedules = configured_optimizers(module)
+    trainer = module.trainer
+    optimizers, schedules = trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
     idle: dict[str, Any] = {
         "optimizers": lambda use_pl_optimizer=True: _one_or_all([IdleOptimizer(each) for each in optimizers]),
         "lr_schedulers": lambda: _one_or_all([IdleOptimizer(each) for each in schedules]) if schedules else None,

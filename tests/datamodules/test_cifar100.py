@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from programs import start_fork, wait_for_fork
-from stand_ins import image_arrays, names, serving, trainer_stub
+from stand_ins import Attack, image_arrays, names, serving, trainer_stub
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.datasets import CIFAR100 as Published
@@ -241,19 +241,10 @@ def as_published(members: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> 
     return stream.getvalue()
 
 
-class Attack:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.marker,)
-
-
 def test_a_pickle_runs_nothing(tmp_path: Path, members: dict[str, bytes], monkeypatch: pytest.MonkeyPatch):
     """Even with the published checksums."""
-    evil = members | {"train": pickle.dumps({"data": Attack(tmp_path / "marker"), "fine_labels": []})}
+    monkeypatch.chdir(tmp_path)
+    evil = members | {"train": pickle.dumps({"data": Attack(), "fine_labels": []})}
     (tmp_path / "cifar-100-python.tar.gz").write_bytes(as_published(evil, monkeypatch))
     with pytest.raises(UserError, match=r"train is not a file of CIFAR-100 \(it names pathlib"):
         unpack(tmp_path)

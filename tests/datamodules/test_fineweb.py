@@ -11,7 +11,6 @@ from stand_ins import trainer_stub
 
 from mupscale.datamodules.fineweb import JARGON, FineWeb, WindowLoader
 from mupscale.datamodules.token_writer import TokenWriter
-from mupscale.errors import UserError
 
 CONTEXT, BATCH = 7, 4
 TOKENS = {"train": 211, "val": 100}  # 30 windows of seven targets each, and 14 with one token over
@@ -125,16 +124,12 @@ def test_a_state_of_another_order_is_refused(folder: str, tmp_path: Path, other:
 # ---- data and model that do not go together
 
 
-def test_the_model_must_know_the_vocabulary_and_the_positions(folder: str):
+def test_the_model_must_know_the_positions(folder: str):
     def attach(**hparams: int) -> None:
         data = FineWeb(folder, BATCH, CONTEXT)
         data.trainer = trainer_stub(lightning_module=SimpleNamespace(hparams=hparams))
         data.setup("fit")
 
-    with pytest.raises(
-        UserError, match=r"train/00005\.ds has the token 60210 at place 10, beyond model\.vocabulary = 50304: set"
-    ):
-        attach(vocabulary=50304)
     with pytest.raises(ValueError, match=r"data\.context = 7: the model has model\.context = 6 positions"):
         attach(vocabulary=65536, context=6)
     attach(vocabulary=65536, context=7, width=8)

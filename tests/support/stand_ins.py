@@ -1,4 +1,4 @@
-"""What data modules meet: a trainer of any device and rank, and a web server, without a network."""
+"""What data modules meet: a trainer of any device and rank, a web server without a network, and an attack."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+
+
+class Attack:
+    """Makes the file `marker` in the working folder when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("marker"),)
 
 
 def trainer_stub(device: str = "cpu", **options: Any) -> SimpleNamespace:
