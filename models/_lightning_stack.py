@@ -1,9 +1,10 @@
-"""A fit of Lightning in parts, for the stacks of `lab`: one loop takes the steps of many fits.
+"""A fit of Lightning without its steps, for the stacks of `lab`: one loop takes those of many fits.
 
 Private names of Lightning, as in `_lightning.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NoReturn, cast
 
 import torch
@@ -15,98 +16,79 @@ from lightning.pytorch.trainer.call import (
     _call_teardown_hook,
 )
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mupscale.models._lightning import EpochLoop, Place, resident_loader, validates
 
 
-class FitParts:
-    """`Trainer.fit` in parts: one loop can take the steps of many fits, and call these parts around each.
-
-    The steps themselves are taken by others: after `begin`, and after each `end_step`, one is due as long as these
-    return True. In the end comes `finish`, or after an error `interrupt`.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._pause: BaseException | None = None
-
-    def begin(self, **arguments: Any) -> bool:
-        """Does all that `fit` does before its first step; whether there is one."""
-        trainer, fit = self._trainer, self._trainer.fit_loop
-        trainer.strategy._launcher = self  # type: ignore[assignment]
-        vars(fit)["run"] = _pause
-        trainer.fit(**arguments)
-        trainer.strategy._launcher = None
-        del vars(fit)["run"]
-        if isinstance(self._pause, KeyboardInterrupt):
-            raise self._pause
+def fit_in_steps(trainer: Trainer, **arguments: Any) -> Iterator[None]:
+    """`Trainer.fit`, but for its steps: where this yields, others take one. An error thrown into it ends the fit."""
+    launcher = trainer.strategy._launcher = _Launcher()  # type: ignore[assignment]
+    vars(trainer.fit_loop)["run"] = _pause
+    trainer.fit(**arguments)
+    trainer.strategy._launcher = None
+    del vars(trainer.fit_loop)["run"]
+    try:
+        if launcher.interrupt is not None:
+            raise launcher.interrupt
         trainer._signal_connector.teardown()  # signals are the caller's
-        fit.setup_data()
-        if fit.skip:
-            return False
-        fit.reset()
-        fit.on_run_start()
-        return self._goes_on(in_epoch=False)
-
-    def launch(self, function: Callable[..., Any], *arguments: Any, trainer: Trainer) -> None:
-        """Called by Lightning, to make the fit in this process or another."""
-        try:
-            function(*arguments)
-        except (_Paused, KeyboardInterrupt) as pause:  # for the latter, Lightning would end the whole process
-            self._pause = pause
-
-    def kill(self, number: int) -> None:
-        """Called by Lightning when SIGTERM comes meanwhile: there is no other process."""
-
-    def end_step(self) -> bool:
-        """Does what follows a step: validates, ends the epoch, begins the next, ends the run; whether it goes on."""
-        self._end_batch()
-        return self._goes_on(in_epoch=True)
-
-    def finish(self) -> None:
-        trainer = self._trainer
+        yield from _run_loops(trainer)
         trainer._teardown()
         _call_callback_hooks(trainer, "on_fit_end")
         _call_lightning_module_hook(trainer, "on_fit_end")
         _call_teardown_hook(trainer)
-        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
-
-    def interrupt(self, error: BaseException) -> NoReturn:
-        """Ends the fit, as an error does, and raises the error."""
+    except BaseException as error:
+        # by Ctrl-C, Lightning would end the whole process
+        reason = error if isinstance(error, Exception) else SIGTERMException()
 
         def fail() -> NoReturn:
-            raise error
+            raise reason
 
-        if self._pause is not None:  # otherwise Lightning has done so
-            _call_and_handle_interrupt(self._trainer, fail)
-        fail()
+        with suppress(SIGTERMException):
+            _call_and_handle_interrupt(trainer, fail)
+        raise
+    trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 
-    @property
-    def data(self) -> Any:
-        return self._trainer.fit_loop._data_fetcher
 
-    def _goes_on(self, *, in_epoch: bool) -> bool:
-        """Goes to the next step, maybe of another epoch; without one, ends the run. Whether there is one."""
-        fit, epoch = self._trainer.fit_loop, cast(EpochLoop, self._trainer.fit_loop.epoch_loop)
-        while in_epoch or not fit.done:
-            if not in_epoch:
-                fit.on_advance_start()
-                epoch.reset()
-                epoch.on_run_start(self.data)
-            while not epoch.done:
-                if not epoch.finish_validation(self.data):
-                    return True
-                self._end_batch()
-            fit.on_advance_end()
-            fit.on_iteration_done()
-            in_epoch = False
-        fit._restarting = False
-        fit.on_run_end()
-        return False
+def _run_loops(trainer: Trainer) -> Iterator[None]:
+    """As Lightning's loops over epochs and batches run, but for the steps."""
+    fit, epoch = trainer.fit_loop, cast(EpochLoop, trainer.fit_loop.epoch_loop)
+    fit.setup_data()
+    if fit.skip:
+        return
+    fit.reset()
+    fit.on_run_start()
+    while not fit.done:
+        fit.on_advance_start()
+        data = data_fetcher(trainer)
+        epoch.reset()
+        epoch.on_run_start(data)
+        while not epoch.done:
+            if not epoch.finish_validation(data):
+                yield
+            epoch.on_advance_end(data)
+            epoch.on_iteration_done()
+        fit.on_advance_end()
+        fit.on_iteration_done()
+    fit._restarting = False
+    fit.on_run_end()
 
-    def _end_batch(self) -> None:
-        self._trainer.fit_loop.epoch_loop.on_advance_end(self.data)
-        self._trainer.fit_loop.epoch_loop.on_iteration_done()
+
+class _Launcher:
+    """What Lightning hands a fit over to, to make it in this process or another: makes it up to its first step."""
+
+    interrupt: KeyboardInterrupt | None = None
+
+    def launch(self, function: Callable[..., Any], *arguments: Any, trainer: Trainer) -> None:
+        try:
+            function(*arguments)
+        except _Paused:
+            pass
+        except KeyboardInterrupt as interrupt:
+            self.interrupt = interrupt
+
+    def kill(self, number: int) -> None:
+        """Called by Lightning when SIGTERM comes meanwhile: there is no other process."""
 
 
 class _Paused(Exception):
@@ -115,6 +97,10 @@ class _Paused(Exception):
 
 def _pause() -> NoReturn:
     raise _Paused
+
+
+def data_fetcher(trainer: Trainer) -> Any:
+    return trainer.fit_loop._data_fetcher
 
 
 def validation_loader(trainer: Trainer) -> tuple[Any, int] | None:

@@ -60,9 +60,8 @@ class StackedOptimizer:
         self._births = self._stacked_births()
         shape = len(self.numbers), len(weights), len(models)
         self._table = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._values = torch.full(shape, torch.nan, dtype=torch.float64)  # what the table has, on the host
         self._groups, self._group_of = self._numbered_groups()
-        self._rates: list[float] = []
+        self._last_read: dict[str, list[float]] = {}
         # of each parameter: one that was frozen begins later
         begun = [[place[name].has_state() for place in self._places] for name in weights]
         self.begun = torch.tensor(begun, dtype=torch.float64, device=device)
@@ -123,30 +122,25 @@ class StackedOptimizer:
 
     def read_numbers(self) -> None:
         """Reads all numbers from the groups of the optimizers; call it where one may have changed."""
-        values = [
-            self.number(place[name].group, key)
-            for key in self.numbers
-            for name in self.weights
-            for place in self._places
-        ]
-        read = torch.tensor(values, dtype=torch.float64).view(self._values.shape)
         self._flags = {key: self.flag(key) for key in self.flags}
-        self._rates = [float(group["lr"]) for group in self._groups]
-        if not torch.equal(read, self._values):
-            self._values = read
-            _send(read, self._table)
+        for key in self.numbers:
+            self._read(key)
 
     def read_rates(self) -> None:
         """Reads the learning rates, one for each group of each model; call it where schedules changed them."""
-        rates = [float(group["lr"]) for group in self._groups]
-        if rates != self._rates:
-            self._rates = rates
-            index = self.numbers.index("lr")
-            self._values[index] = torch.tensor(rates, dtype=torch.float64)[self._group_of]
-            _send(self._values[index], self._table[index])
+        self._read("lr")
 
-    def number(self, group: dict[str, Any], key: str) -> float:
-        return float(group[key])
+    def _read(self, key: str) -> None:
+        values = self.values(key)
+        if values != self._last_read.get(key):
+            self._last_read[key] = values
+            read = torch.tensor(values, dtype=torch.float64)[self._group_of]
+            row = self._table[self.numbers.index(key)]
+            row.copy_(read.pin_memory() if row.is_cuda else read, non_blocking=True)  # the host need not wait
+
+    def values(self, key: str) -> list[float]:
+        """A number of all groups."""
+        return [float(group[key]) for group in self._groups]
 
     def flag(self, key: str) -> Any:
         """What all groups have in common."""
@@ -277,8 +271,10 @@ class StackedAdam(StackedOptimizer):
     flags = ("amsgrad", "maximize", "decoupled_weight_decay")
     moments = 2
 
-    def number(self, group: dict[str, Any], key: str) -> float:
-        return float(group["betas"][int(key[-1]) - 1]) if key.startswith("beta") else super().number(group, key)
+    def values(self, key: str) -> list[float]:
+        if key not in ("beta1", "beta2"):
+            return super().values(key)
+        return [float(group["betas"][int(key[-1]) - 1]) for group in self._groups]
 
     def fresh(self, weight: Tensor, steps: Tensor) -> dict[str, Tensor]:
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if self.flag("amsgrad") else [])]
@@ -329,11 +325,6 @@ def _update_all(
         own = {key: along(value[index], weight) for key, value in factors.items()}
         new_factors = [own.pop(key) for key in list(own) if key.startswith(_NEW)]
         moved_around(parts, update, weight, gradient, state, own, flags, new_factors=new_factors)
-
-
-def _send(values: Tensor, table: Tensor) -> None:
-    """Copies numbers of the host to the device, which need not wait for it."""
-    table.copy_(values.pin_memory() if table.is_cuda else values, non_blocking=True)
 
 
 KINDS: dict[type[Optimizer], type[StackedOptimizer]] = {

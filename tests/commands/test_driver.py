@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from experiments import finish
 
 from mupscale.commands.lab.driver import Driver, Ending, Job
 from mupscale.commands.lab.execution import read_part
-from mupscale.commands.lab.run import Result, Run, Trial, record
+from mupscale.commands.lab.run import Result, Run, Trial
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -93,8 +94,7 @@ def test_a_stack_counts_runs_and_holds_whole_trials() -> None:
 
 def test_what_is_finished_is_not_made_again_and_divergence_ends_a_trial() -> None:
     for folder, value in (("a 0-0", 2.0), ("a 1-0", math.inf), ("a 2-1", 3.0)):
-        Path(folder).mkdir()
-        record(Path(folder), {"value": value, "seconds": 1.0})
+        finish(Path(folder), value)
     executor, ends = Noted(a_2_0=5.0), list[Any]()
     driver = Driver(executor, "auto")
     whole = trials("a 0", "a 1", "a 2", seeds=2, ends=ends)
@@ -166,8 +166,7 @@ def test_a_part_waits_for_the_others(monkeypatch: pytest.MonkeyPatch, capsys: py
     def sleep(time: float) -> None:
         seconds.append(time)
         if len(seconds) == 3:
-            Path("a 1-0").mkdir()
-            record(Path("a 1-0"), {"value": 1.0, "seconds": 1.0})
+            finish(Path("a 1-0"), 1.0)
         assert len(seconds) <= 3, "it waits for ever"
 
     monkeypatch.setattr("time.sleep", sleep)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from command_line import LR, NOISE, config_of, refused, small, swap_of
 from command_line import trials as table
+from experiments import ADDITIVE, described, file, finish, lr_in, lr_of, upscale
 from logged import losses
 from paths import ROOT
 from programs import wait_until
@@ -36,46 +36,12 @@ from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
-ADDITIVE = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
-
-
-def upscale(trainer: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
-    """An experiment whose runs take a second or less: 20 steps, 6 an epoch."""
-    small(Path("c.yaml"), **(trainer or {}))
-    content = {
-        "protocol": "upscale",
-        "config": "c.yaml",
-        "small": [8, 16],
-        "target": [16, 32],
-        "seeds": [3, 4],
-        "noise": ADDITIVE,
-        "sweep_1": {LR: [0.001, 0.02]},
-        "sweep_2": {LR: [0.005], NOISE: [0.05, 5.0]},
-        **keys,
-    }
-    return {key: value for key, value in content.items() if value is not None}
-
 
 def transfer(**keys: Any) -> dict[str, Any]:
-    small(Path("c.yaml"))
-    content = {
-        "protocol": "transfer", "config": "c.yaml", "growths": [[8, 16], [16, 32]], "seeds": [3, 4], "noise": ADDITIVE,
-        "sweeps": {"noise": {NOISE: [0.05, 5.0]}}, **keys,
+    defaults = {
+        "growths": [[8, 16], [16, 32]], "seeds": [3, 4], "noise": ADDITIVE, "sweeps": {"noise": {NOISE: [0.05, 5.0]}},
     }  # fmt: skip
-    return {key: value for key, value in content.items() if value is not None}
-
-
-def file(content: Any) -> str:
-    Path("e.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    return "e.yaml"
-
-
-def lr_in(config: Any) -> float:
-    return config["model"]["init_args"]["optimizer"]["init_args"]["lr"]
-
-
-def lr_of(run: Path) -> float:
-    return lr_in(config_of(run))
+    return described("transfer", **{**defaults, **keys})
 
 
 def values(out: Path) -> dict[str, float]:
@@ -110,7 +76,7 @@ def _trained_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str]) -> None:
     out = Path("runs/experiments/e")
     options = ["--data.batch_size=900"]
-    main(["experiment", file(upscale({"precision": "64-true"})), *options])
+    main(["experiment", file(upscale(trainer={"precision": "64-true"})), *options])
     output = capfd.readouterr().out
     units = ["sweep_1, lr=0.001", "sweep_1, lr=0.02", "sweep_2, lr=0.005, std=0.05", "sweep_2, lr=0.005, std=5"]
     units += [f"{role}, seed {seed}" for role in ("base", "scratch", "upscale") for seed in (3, 4)]
@@ -193,13 +159,13 @@ def test_a_base_that_diverges_is_an_error_and_other_runs_are_results() -> None:
     assert all(part in message for part in parts), message
     assert "small_base/seed=3 diverged" in refused("experiment", "e.yaml", "--out", "o", "--model.optimizer.lr=1e7")
     whole = Experiment(Path("p"), read(Path("e.yaml"), []))
-    for part, value in zip(whole.parts, ("1", "1", "1", None, "inf", "inf", "inf", "inf"), strict=True):
+    for part, value in zip(whole.parts, (1, 1, 1, None, *[math.inf] * 4), strict=True):
         part.folder.mkdir(parents=True)
         (part.folder / "best.yaml").touch()
         if value is not None:
-            (part.folder / "result.json").write_text(json.dumps({"value": value, "seconds": 1.0}))
+            finish(part.folder, value)
     assert whole.make(Driver(Idle(), "off"))
-    (whole.parts[1].folder / "result.json").write_text('{"value": "inf", "seconds": 1.0}')
+    finish(whole.parts[1].folder, math.inf)
     with pytest.raises(ValueError, match="p/base/seed=3 diverged"):
         whole.make(Driver(Idle(), "off"))
     assert "all 1 trials diverged" in refused("experiment", file(upscale(sweep_1={LR: [1e7]})), "--out", "q")
@@ -211,10 +177,9 @@ def test_the_plan_shows_what_is_done(capsys: pytest.CaptureFixture[str]) -> None
     main(["experiment", file(upscale()), "--out", "o", "--plan"])
     assert not Path("o").exists()
     assert "10 of 10 runs left" in capsys.readouterr().out
-    for folder in ("base/seed=3", "sweep_1"):
-        Path("o", folder).mkdir(parents=True)
+    Path("o/sweep_1").mkdir(parents=True)
     Path("o/experiment.json").write_text(json.dumps(read(Path("e.yaml"), []).identity()))
-    Path("o/base/seed=3/result.json").write_text('{"value": "0.5", "seconds": 1.0}')
+    finish(Path("o/base/seed=3"), 0.5)
     Path("o/sweep_1/trials.csv").write_text("trial,last_epoch\n0,0.5\n")
     main(["experiment", "e.yaml", "--out", "o", "--plan"])
     *rows, left = (line.strip() for line in capsys.readouterr().out.splitlines()[2:])
@@ -516,9 +481,8 @@ def test_damaged_files_are_named_and_written_again() -> None:
     whole.begin(["command"])
     sweep, base = whole.parts[:2]
     assert isinstance(sweep, Sweep)
-    for trial, value in zip(sweep.trials(), ("0.2", "0.1"), strict=True):
-        trial.runs[0].folder.mkdir(parents=True)
-        (trial.runs[0].folder / "result.json").write_text(json.dumps({"value": value, "seconds": 1.0}))
+    for trial, value in zip(sweep.trials(), (0.2, 0.1), strict=True):
+        finish(trial.runs[0].folder, value)
     with pytest.raises(UserError, match="base, seed 3 and 1 more would be made"):
         whole.make(Driver(Idle(), "auto"))
     best = Path("o/sweep_1/best.yaml").read_text()

@@ -1,6 +1,5 @@
 """The experiments that compare growth methods: each is tuned by itself, and each grows the bases of the target size."""
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import LR, NOISE, refused, small
+from command_line import LR, NOISE, refused
+from experiments import file, finish, upscale
 from paths import ROOT
 
 from mupscale.commands.lab.file import read
@@ -34,22 +34,9 @@ def class_of(described: dict[str, Any]) -> str:
     return str(described["class_path"]).rpartition(".")[2]
 
 
-def file(**keys: Any) -> str:
+def compared(**keys: Any) -> str:
     """An experiment of three methods, each with two trials."""
-    small(Path("c.yaml"))
-    content = {
-        "protocol": "upscale",
-        "config": "c.yaml",
-        "small": [8, 16],
-        "target": [16, 32],
-        "seeds": [3, 4],
-        "noise": {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}},
-        "methods": THREE,
-        "sweep_2": {LR: [0.005, 0.01], NOISE: [0.0]},
-        **keys,
-    }
-    Path("e.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    return "e.yaml"
+    return file(upscale(**{"methods": THREE, "sweep_1": None, "sweep_2": {LR: [0.005, 0.01], NOISE: [0.0]}, **keys}))
 
 
 # --- the files
@@ -76,7 +63,7 @@ def test_every_method_is_in_the_file(path: Path) -> None:
 
 
 def test_all_methods_are_tuned_alike_and_seeds_are_whole() -> None:
-    whole = Experiment(Path("o"), read(Path(file()), []))
+    whole = Experiment(Path("o"), read(Path(compared()), []))
     names = [part.name for part in whole.parts]
     assert names == [
         "small_base, seed 3", "base, seed 3", "base, seed 4",
@@ -94,11 +81,6 @@ def test_all_methods_are_tuned_alike_and_seeds_are_whole() -> None:
     assert list(record["sweeps"]) == ["small_base", *names[3:6]]
 
 
-def write_result(folder: Path, value: float) -> None:
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps({"value": str(value), "seconds": 1.0}))
-
-
 def swap_of(trial: Trial) -> dict[str, Any]:
     (swap,) = (c for c in trial.runs[0].config["trainer"]["callbacks"] if class_of(c) == "UpscaleCallback")
     return dict(swap["init_args"])
@@ -108,18 +90,18 @@ def swap_of(trial: Trial) -> dict[str, Any]:
 def test_each_method_grows_the_target_with_its_own_best_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is trained. All trials of one method diverge, and so it has no runs at the target size."""
     monkeypatch.setattr("mupscale.commands.lab.protocols.check", lambda description: None)
-    whole = Experiment(Path("o"), read(Path(file()), []))
+    whole = Experiment(Path("o"), read(Path(compared()), []))
     whole.begin(["command"])
     for part in whole.parts[:3]:
         assert isinstance(part, RunPart)
-        write_result(part.folder, 0.5)
+        finish(part.folder, 0.5)
     losses = {"duplication": [0.3, 0.2], "net2net": [math.inf, math.inf], "diagonal": [0.1, 0.2]}
     values = [(name, value) for name, both in losses.items() for value in both]
     for trial, (name, value) in zip(trials_of(whole.stages[1]).values(), values, strict=True):
         assert trial.name.startswith(f"sweep_2/{name}, lr=")
         assert class_of(swap_of(trial)["method"]) == class_of(THREE[name])
         assert trial.runs[0].config["model"]["init_args"]["init_from"] == "o/small_base/seed=3/checkpoints/last.ckpt"
-        write_result(trial.runs[0].folder, value)
+        finish(trial.runs[0].folder, value)
     for part in whole.stages[1]:
         part.conclude()
     assert Path("o/sweep_2/net2net/no_best.txt").read_text() == "none: all 2 trials diverged\n"
@@ -155,7 +137,7 @@ def test_each_method_grows_the_target_with_its_own_best_values(monkeypatch: pyte
 )
 def test_mistakes_name_their_key(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        read(Path(file(**keys)), [])
+        read(Path(compared(**keys)), [])
 
 
 @pytest.mark.slow
@@ -168,6 +150,6 @@ def test_methods_that_cannot_grow_the_model_are_refused_before_the_first_run() -
         ({"methods": {"a": THREE["duplication"]}, "upscaled": forced}, ["upscaled:", METHOD]),
         ({"protocol": "transfer"}, ["protocol transfer has no key"]),
     ):
-        message = refused("experiment", file(**keys), "--out", "o")
+        message = refused("experiment", compared(**keys), "--out", "o")
         assert all(part in message for part in parts), message
     assert not Path("o").exists()

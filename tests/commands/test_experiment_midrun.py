@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from command_line import LR, NOISE, config_of, refused, small, swap_of
+from command_line import LR, NOISE, config_of, refused, swap_of
+from experiments import ADDITIVE, described, file, finish, lr_of
 from synthetic_runs import mlp_flops
 
 from mupscale.__main__ import main
@@ -29,7 +29,6 @@ from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
-ADDITIVE = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
 CENTRED = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1, "centred": True}}
 SWAP_LR = "UpscaleCallback.lr"
 COSINE = {"class_path": "CosineAnnealingLR", "init_args": {"T_max": "100%"}}
@@ -37,10 +36,7 @@ COSINE = {"class_path": "CosineAnnealingLR", "init_args": {"T_max": "100%"}}
 
 def midrun(**keys: Any) -> dict[str, Any]:
     """An experiment whose runs take a second or less: a budget of 20 steps, 6 an epoch."""
-    small(Path("c.yaml"))
-    content = {
-        "protocol": "midrun",
-        "config": "c.yaml",
+    defaults = {
         "small": [8, 16],
         "target": [16, 32],
         "middle": 24,
@@ -52,23 +48,13 @@ def midrun(**keys: Any) -> dict[str, Any]:
         "sweep_1": {LR: [0.001, 0.02]},
         "sweep_2": {SWAP_LR: [0.005, 0.01], NOISE: [0.1]},
         "timing_steps": 20,
-        **keys,
     }
-    return {key: value for key, value in content.items() if value is not None}
-
-
-def file(content: Any) -> str:
-    Path("e.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    return "e.yaml"
+    return described("midrun", **{**defaults, **keys})
 
 
 def keys_of(**keys: Any) -> MidrunKeys:
     content = midrun(**keys)
     return midrun_keys(content, Growth(*content["small"]), Growth(*content["target"]))
-
-
-def lr_of(run: Path) -> float:
-    return config_of(run)["model"]["init_args"]["optimizer"]["init_args"]["lr"]
 
 
 def best_of(sweep: Path, *keys: str) -> list[float]:
@@ -242,7 +228,7 @@ def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
     assert follower._start() == saved
     assert part("third", lr=0.2, first=first)._start() is None
     assert part("fourth", at_step=8, first=first)._start() is None
-    (first.folder / "result.json").write_text('{"value": "1.0", "seconds": 1.0}')
+    finish(first.folder, 1.0)
     first.conclude()
     assert saved.exists()  # the others are not finished
     content = bytearray(saved.read_bytes())

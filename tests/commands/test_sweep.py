@@ -15,6 +15,7 @@ import torch
 import yaml
 from command_line import LR, NOISE, refused, small, upscale
 from command_line import trials as table
+from experiments import finish
 from logged import curves, losses
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -248,15 +249,12 @@ def sweep_of(*arguments: str) -> Sweep:
     return Sweep("", options.out, lambda: settings, settings.trials)
 
 
-def finish(sweep: Sweep, loss: Callable[[Point], float], rounds: int = 100) -> list[Point]:
+def finish_sweep(sweep: Sweep, loss: Callable[[Point], float], rounds: int = 100) -> list[Point]:
     """Writes results as if the trials of some rounds had run; the points of all that are drawn."""
     for _, trials in zip(range(rounds), sweep.rounds(), strict=False):
         for cell, trial in trials.items():
             for each in trial.runs:
-                each.folder.mkdir(parents=True, exist_ok=True)
-                (each.folder / "result.json").write_text(
-                    json.dumps({"value": str(loss(sweep.points[cell])), "seconds": 1.0})
-                )
+                finish(each.folder, loss(sweep.points[cell]))
     return sweep.points
 
 
@@ -268,7 +266,7 @@ def test_draws_follow_the_seed_and_a_tpe_the_results(tmp_path: Path) -> None:
     def loss(point: Point) -> float:
         return abs(math.log(point[LR] / 0.01))
 
-    points = [finish(sweep_of(*arguments, sampler, "--out", sampler), loss) for sampler in ("random", "tpe")]
+    points = [finish_sweep(sweep_of(*arguments, sampler, "--out", sampler), loss) for sampler in ("random", "tpe")]
     assert [point[LR] for point in points[0][:4]] == [0.0125207, 0.00682408, 0.00744714, 0.0126356]
     assert points[0][:10] == points[1][:10]  # tpe starts at random, then does not
     assert points[0][10:] != points[1][10:]
@@ -277,10 +275,10 @@ def test_draws_follow_the_seed_and_a_tpe_the_results(tmp_path: Path) -> None:
     assert len({p[LR] for p in points[0]}) == 12
     # killed after three of six rounds, it draws the same
     again = sweep_of(*arguments, "tpe", "--out", "again")
-    assert finish(again, loss, rounds=3) == points[1][:6]
+    assert finish_sweep(again, loss, rounds=3) == points[1][:6]
     again = sweep_of(*arguments, "tpe", "--out", "again")
     assert again.points == points[1][:6]
-    assert finish(again, loss) == points[1]
+    assert finish_sweep(again, loss) == points[1]
 
 
 @pytest.mark.slow
@@ -299,7 +297,7 @@ def test_damaged_files_are_named() -> None:
     config = small(Path("c.yaml"))
     arguments = ["--config", config, "--sweep", f"{LR}=0.01,0.02", "--out", "s"]
     sweep = sweep_of(*arguments)
-    finish(sweep, lambda point: point[LR])
+    finish_sweep(sweep, lambda point: point[LR])
     assert [(outcome.cell, outcome.value) for outcome in sweep.outcomes] == [(0, 0.01), (1, 0.02)]
     next(Path("s/trials").iterdir()).joinpath("result.json").write_text("{}")
     assert "result.json is damaged" in refused("sweep", *arguments)

@@ -23,6 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
+from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
+
 from mupscale.commands.checkpoints import LOCK
 from mupscale.commands.process import Terminated, interruptions, raise_for
 from mupscale.errors import UserError, one_line
@@ -54,8 +57,6 @@ PATIENCE = 5.0
 @contextmanager
 def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Cluster"]:
     """The cluster at an address. Raises a UserError if it cannot make the runs."""
-    import ray
-
     handler = signal.getsignal(signal.SIGTERM)
     try:
         connect(options.ray)
@@ -72,8 +73,6 @@ def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Itera
 
 
 def connect(address: str) -> None:
-    import ray
-
     refuse_address(address)
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=True)
@@ -119,8 +118,6 @@ class Resources:
 
 
 def nodes() -> list[Resources]:
-    import ray
-
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [Resources(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in found]
 
@@ -227,25 +224,18 @@ class Cluster:
         return max(1, sum(node.room(self.needs) for node in nodes()))
 
     def submit(self, job: "Job") -> None:
-        import ray
-
         task = ray.remote(max_retries=0, num_cpus=self.needs.cpus, num_gpus=self.needs.gpus)(make_job)
         site = Site(Path.cwd(), self.out, (self.out / LOCK).read_text(), code())
         pickled = pickle.dumps(job)  # loads torch where it is unpickled, which a check comes before
         self._tasks[task.options(name=str(job)).remote(site, self.needs, pickled)] = job
 
     def wait(self) -> list["Ending"]:
-        import ray
-
         raise_for(self._seen)
         ended, _ = ray.wait(list(self._tasks), timeout=WAIT)
         return [self._ending(task, self._tasks.pop(task)) for task in ended]
 
     def _ending(self, task: Any, job: "Job") -> "Ending":
         """How a task ended. Raises a UserError if a run failed, unless its process died."""
-        import ray
-        from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
-
         from mupscale.commands.lab.driver import Ending, failed_words
 
         try:
@@ -263,12 +253,10 @@ class Cluster:
             return Ending(job, death=f"its process died ({str(error).strip().splitlines()[0]})")
 
     def stop(self) -> None:
-        import ray
-
         tasks = list(self._tasks)
         for force in (False, True):
             for task in tasks:
-                with suppress(ray.exceptions.RayError, ValueError):
+                with suppress(RayError, ValueError):
                     ray.cancel(task, force=force)
             if tasks:
                 _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)

@@ -10,9 +10,9 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import cached_property, partial
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,8 @@ from mupscale.errors import UserError
 from mupscale.models import _lightning as loops
 from mupscale.models._lightning import callbacks_in
 from mupscale.models._lightning_stack import (
-    FitParts,
+    data_fetcher,
+    fit_in_steps,
     is_followed_by_validation,
     pass_validation,
     validate_outside,
@@ -95,12 +96,12 @@ class StackedFit:
     Each fit has its own random numbers, standard output, and seed in the environment, in which its hooks are called.
     """
 
-    def __init__(self, opening: Opening, score: Callable[["StackedFit"], Scores]) -> None:
-        """`opening` has a trainer with a FastLoop; `score` validates this fit alone."""
-        self._opening, self._score = opening, score
-        self._contexts = ExitStack()
+    def __init__(self, opening: Opening) -> None:
+        """`opening` has a trainer with a FastLoop."""
+        self._opening = opening
+        self._steps = self._leave_steps_out()
         self._own = ProcessState()
-        self._is_open = self.is_over = False
+        self.is_over = False
         self.batch: Any = None
         """That of the next step, if the step is one with hooks."""
         self._batch_idx = 0
@@ -111,26 +112,31 @@ class StackedFit:
         self.loss = float("nan")
         """Of the last of the free steps."""
 
+    def _leave_steps_out(self) -> Generator[None]:
+        """Makes the fit, but for its steps: where this yields, one is due."""
+        try:
+            with self._opening as (self.trainer, arguments):
+                self.module: Growable = arguments["model"]
+                self.module.is_in_stack = True
+                self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+                self.loop = StackedEpochLoop(self.trainer.fit_loop.epoch_loop)
+                self.loop.score = lambda: StackedSteps([self]).scores()[0]
+                self.trainer.fit_loop.epoch_loop = self.loop
+                yield from fit_in_steps(self.trainer, **arguments)
+        finally:
+            self.is_over = True
+
     def begin(self) -> None:
         """Does all that comes before the first step."""
         with self._active():
-            self.trainer, arguments = self._contexts.enter_context(self._opening)
-            self.module: Growable = arguments["model"]
-            self.module.is_in_stack = True
-            self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-            self.loop = StackedEpochLoop(self.trainer.fit_loop.epoch_loop)
-            self.loop.score = partial(self._score, self)
-            self.trainer.fit_loop.epoch_loop = self.loop
-            self.parts = FitParts(self.trainer)
-            self._is_open = True
-            self._go_on(self.parts.begin(**arguments))
+            self._go_on()
 
     def leave_free_steps(self) -> None:
         """Ends the free steps that were taken and counted."""
         self.module.train_loss = torch.tensor(self.loss, dtype=torch.float64)
         with self._active():
             loops.leave_steps(self.trainer, validated=self.validated)
-            self._go_on(self.parts.end_step())
+            self._go_on()
 
     def leave_step(self, loss: torch.Tensor) -> None:
         """Counts a step with hooks that was taken, and calls the hooks after it."""
@@ -142,30 +148,21 @@ class StackedFit:
         """Ends a step with hooks; `scores` are the results of the validation that follows it, if it was made."""
         with self._active():
             self.loop.scores = scores
-            self._go_on(self.parts.end_step())
+            self._go_on()
 
-    def end_by(self, error: BaseException) -> None:
-        """Ends the fit as an error does; raises what its opening makes of the error."""
-        with self._entered():
-            self._end_by(error)
+    def stop(self) -> None:
+        """Ends the fit as SIGTERM does."""
+        with self._entered(), suppress(Exception, SIGTERMException, Terminated):
+            self._steps.throw(SIGTERMException())
 
-    def _end_by(self, error: BaseException) -> None:
-        self.is_over = True
-        with self._contexts:
-            if self._is_open:
-                self.parts.interrupt(error)
-            raise error
-
-    def _go_on(self, goes_on: bool) -> None:
-        """Looks at the next step; if there is none, ends the fit."""
-        if not goes_on:
-            self.is_over = True
-            self.parts.finish()
-            self._contexts.close()
+    def _go_on(self) -> None:
+        """Goes to the next step, or to the end of the fit."""
+        next(self._steps, None)
+        if self.is_over:
             return
         self.free = free_steps(self.trainer)
         if self.free < 1:
-            self.batch, self._batch_idx = self.loop.before_step(self.parts.data)
+            self.batch, self._batch_idx = self.loop.before_step(data_fetcher(self.trainer))
 
     # --- what it is, and where
 
@@ -195,7 +192,7 @@ class StackedFit:
             try:
                 yield
             except Exception as error:
-                self._end_by(error)
+                self._steps.throw(error)  # which raises it again, if it is over by this error
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -311,7 +308,7 @@ class StackLoop:
         """Starts the fits, up to their first steps."""
         most = sys.maxsize
         while len(self._fits) < most and (opening := next(self._openings, None)) is not None:
-            fit = StackedFit(opening, score=lambda fit: StackedSteps([fit]).scores()[0])
+            fit = StackedFit(opening)
             self._fits.append(fit)
             fit.begin()
             if fit.is_over:
@@ -339,7 +336,7 @@ class StackLoop:
         self._progress(least, end, len(running))
         for fit, loss in zip(group, steps.take_one(), strict=True):
             fit.leave_step(loss)
-        scored = [fit for fit in group if fit.loop.awaits_scores(fit.parts.data)]
+        scored = [fit for fit in group if fit.loop.awaits_scores(data_fetcher(fit.trainer))]
         scores = dict(zip(scored, self._steps_of(scored).scores(), strict=True)) if scored else {}
         for fit in group:
             fit.end_step(scores.get(fit))
@@ -359,8 +356,7 @@ class StackLoop:
         self._steps = None
         for fit in self._fits:
             if not fit.is_over:
-                with suppress(Exception, SIGTERMException, Terminated):
-                    fit.end_by(SIGTERMException())
+                fit.stop()
 
 
 @contextmanager
