@@ -66,11 +66,11 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
     name = f"{options.file.stem}-quick" if options.quick else options.file.stem
     out = options.out or Path("runs/experiments") / name
     description = read(options.file, rest)
-    if options.quick:
-        description = description_of(quick_content(description, out), rest, quick=True)
-    whole = Experiment(out, description)
-    whole.refuse_others()
     with without_announcements():
+        if options.quick:
+            description = description_of(quick_content(description, out), rest, quick=True)
+        whole = Experiment(out, description)
+        whole.refuse_others()
         if options.plan:
             check(description)
             print_plan(whole)

@@ -84,8 +84,7 @@ def make_stack(job: Job) -> dict[Path, Result]:
         clock.print(f"{len(begun)} runs", step, steps, f"{count} still on")
 
     try:
-        with runs.without_announcements():
-            StackLoop(openings(), most=lambda first: room_in_stack(first, job.size), progress=show).run()
+        StackLoop(openings(), most=lambda first: room_in_stack(first, job.size), progress=show).run()
     finally:
         runs.free_memory()
     return results

@@ -14,7 +14,6 @@ import torch
 from mupscale.commands.cli import CLI, described, refuse_growths
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
 from mupscale.commands.configured import refuse_optimizers
-from mupscale.commands.lab.run import without_announcements
 from mupscale.commands.lab.space import Axis, axis_of, for_trials, refuse_invalid, refuse_seeds
 from mupscale.commands.lab.sweep import checked_metric, signal_swap
 from mupscale.commands.widths import (
@@ -119,8 +118,7 @@ class Description:
                 return answer
 
             first = arguments(own if isinstance(own, list) else [own])
-            with without_announcements():
-                config, cli = described([*first, *self.options, *arguments(list(overrides))], "experiment")
+            config, cli = described([*first, *self.options, *arguments(list(overrides))], "experiment")
             return for_trials(config), cli
 
     @property

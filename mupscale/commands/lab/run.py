@@ -311,7 +311,7 @@ class Progress:
 def logged(folder: Path) -> Iterator[None]:
     """Sends what a run prints to log.txt in its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "a") as log, redirect_stdout(log), redirect_stderr(log), without_announcements():
+    with open(folder / "log.txt", "a") as log, redirect_stdout(log), redirect_stderr(log):
         yield
 
 
