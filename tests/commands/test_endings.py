@@ -4,8 +4,6 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from command_line import LR, small, trials, upscale
 from lightning.pytorch import Trainer
 from program_server import CORE_ONLY, environment
 from programs import start_program, wait_until
+from signals import signalled_before
 from slow_saves import save_in_background
 from tiers import slow_except
 
@@ -41,23 +40,6 @@ def ended(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]
     if isinstance(code, str):  # which python prints, and exits with 1
         return 1, code
     return code, lines[-1] if lines else ""
-
-
-@contextmanager
-def signalled_before(owner: Any, name: str, number: int, step: int = 0) -> Iterator[None]:
-    """Sends a signal to this process before a function is called for the first time from a step on."""
-    function, sent = getattr(owner, name), []
-
-    def signalled(*arguments: Any, **named: Any) -> Any:
-        trainer = next((argument for argument in arguments if isinstance(argument, Trainer)), None)
-        if not sent and (trainer is None or trainer.global_step >= step):
-            sent.append(number)
-            os.kill(os.getpid(), number)
-        return function(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, signalled)
-        yield
 
 
 @pytest.mark.slow

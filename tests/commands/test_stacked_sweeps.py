@@ -1,8 +1,6 @@
 """Trials that are trained as one program: the numbers of separate runs, ordinary runs, kills, and what goes apart."""
 
-import contextlib
 import math
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from command_line import LR, NOISE, small, upscale
 from extensions import Counting
 from logged import curves, losses
 from program_server import CORE_ONLY, Server
+from signals import signalled_before
 from sweeps import changed, numbers_of, starts, swept, unlike, values_of
 from tiers import slow_except
 
@@ -262,23 +261,6 @@ def test_killed_processes_leave_no_trace(
     assert_same_sweep(out, undisturbed)
 
 
-@contextlib.contextmanager
-def signalled(owner: Any, name: str, call: int, number: int) -> Iterator[None]:
-    """Sends a signal to this process before the so-manieth call of a function."""
-    function, calls = getattr(owner, name), []
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        calls.append(name)
-        if len(calls) == call:
-            os.kill(os.getpid(), number)
-        return function(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, counted)
-        yield
-    assert len(calls) >= call
-
-
 @pytest.mark.slow
 def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = small(tmp_path / "c.yaml", upscale(8, 16), max_steps=14)
@@ -292,7 +274,7 @@ def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.Captur
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for owner, name, call, number in moments:
         capfd.readouterr()
-        with signalled(owner, name, call, number), pytest.raises(SystemExit) as exit:
+        with signalled_before(owner, name, number, call=call), pytest.raises(SystemExit) as exit:
             swept("signalled", config, *options)
         line = str(exit.value.code) if number == signal.SIGINT else capfd.readouterr().err.strip().splitlines()[-1]
         assert exit.value.code == 143 or number == signal.SIGINT
