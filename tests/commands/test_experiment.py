@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from experiments import ADDITIVE, described, file, finish, lr_in, lr_of, upscale
 from logged import losses
 from paths import ROOT
 from programs import wait_until
-from sweeps import starts
+from sweeps import process_in, starts
 from tiers import slow_except
 
 from mupscale.__main__ import main
@@ -373,12 +374,16 @@ def test_workers_end_with_their_driver_and_the_next_one_goes_on(tmp_path: Path, 
     arguments += ["--checkpoint.every_n_train_steps=100", "--workers", "2", "--out", "s"]
     server = start_server(tmp_path)
 
+    def files(pattern: str) -> list[Path]:
+        with suppress(FileNotFoundError):  # a worker that looks at a run makes its folder, and deletes it again
+            return list(Path("s/trials").glob(pattern))
+        return []
+
     def processes() -> list[int]:
-        locks = Path("s/trials").glob("*/run.lock")
-        return [int(text.split()[1]) for lock in locks if (text := lock.read_text())]
+        return [process for lock in files("*/run.lock") if (process := process_in(lock))]
 
     driver = server.start(*arguments)
-    wait_until(lambda: list(Path("s/trials").glob("*/checkpoints/resume/*")) and processes(), server.log)
+    wait_until(lambda: files("*/checkpoints/resume/*") and processes(), server.log)
     os.kill(driver, signal.SIGKILL)
     assert server.answer() == -signal.SIGKILL
     orphans = processes()

@@ -179,7 +179,8 @@ def test_mistakes_are_reported_before_the_first_run() -> None:
         ({"middle": None}, "protocol midrun needs the key 'middle'"),
         ({"noise": ADDITIVE}, "protocol midrun has no key 'noise'"),
     ):
-        assert message in refused("experiment", file(midrun(**keys)), "--out", "o")
+        short = {"noises": {"paper": ADDITIVE}, "sweep_1": {LR: [0.02]}, "sweep_2": {NOISE: [0.1]}}
+        assert message in refused("experiment", file(midrun(**{**short, **keys})), "--out", "o")
     endless = ["--trainer.max_steps=-1", "--trainer.max_epochs=-1"]
     assert "give the length of a run" in refused("experiment", file(midrun()), "--out", "o", *endless)
     assert not Path("o").exists()

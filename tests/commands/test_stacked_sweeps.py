@@ -264,12 +264,12 @@ def test_killed_processes_leave_no_trace(
 @pytest.mark.slow
 def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = small(tmp_path / "c.yaml", upscale(8, 16), max_steps=14)
-    options = ["--sweep", f"{LR}=0.01,0.02", "--seeds", "3,4"]
+    options = ["--sweep", f"{LR}=0.01", "--seeds", "3,4"]
     whole = swept("whole", config, *options)
     moments = [
-        (Growable, "configure_model", 3, signal.SIGTERM),
+        (Growable, "configure_model", 2, signal.SIGTERM),
         (StackedSteps, "_launched", 1, signal.SIGINT),
-        (Curves, "on_save_checkpoint", 6, signal.SIGTERM),
+        (Curves, "on_save_checkpoint", 4, signal.SIGTERM),
     ]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for owner, name, call, number in moments:
