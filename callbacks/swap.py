@@ -101,8 +101,10 @@ class Swap:
         if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
             trainer.fit_loop.epoch_loop.release()  # a captured step would keep the narrow network's memory
         seed = trainer.strategy.broadcast(_seed(trainer.global_step))
-        grow_it = self._grow_network if isinstance(module, Growable) else self._grow_ordinary
-        report, keeps_function = grow_it(trainer, module, seed, compare)
+        if isinstance(module, Growable):
+            report, keeps_function = self._grow_network(trainer, module, seed, compare)
+        else:
+            report, keeps_function = self._grow_ordinary(trainer, module, seed, compare)
         self._widen_averages(module, report, seed)
         self.method.forget()
         for monitor in callbacks_in(trainer, LearningRateMonitor):
@@ -121,10 +123,9 @@ class Swap:
         return report, keeps_function
 
     def _grow_network(
-        self, trainer: Trainer, module: LightningModule, seed: int, compare: Callable[[], None]
+        self, trainer: Trainer, module: Growable, seed: int, compare: Callable[[], None]
     ) -> tuple[UpscaleReport, bool]:
         """Grows a Growable, with its optimizers and schedules. The narrow tensors are freed one by one."""
-        assert isinstance(module, Growable)
         narrow = module.net
         assert narrow is not None
         size = self.size_after(module.size)
@@ -348,9 +349,8 @@ def refuse_many_loaders(what: str, trainer: Trainer) -> None:
         raise UserError(f"{what}: the run has several training data loaders. Give one")
 
 
-def keep_units_of_own_optimizers(trainer: Trainer, module: LightningModule) -> None:
+def keep_units_of_own_optimizers(trainer: Trainer, module: Growable) -> None:
     """Does for optimizers of an own `configure_optimizers` what that of Growable does for its own."""
-    assert isinstance(module, Growable)
     assert module.net is not None
     for optimizer in trainer.optimizers if has_own_optimizers(module) else ():
         attach(module.net, optimizer)

@@ -281,12 +281,12 @@ class UpscaleCallback(Swap, Strides):
         for optimizer in trainer.optimizers:
             if self.state_rule == "reset_new_copies":
                 check_own_count(optimizer)
-        if self.ordinary is not None:
+        if isinstance(pl_module, Growable):
+            self._start_growable(trainer, pl_module)
+        elif self.ordinary is not None:
             self.ordinary.start(trainer, pl_module, self._earlier(trainer))
             if not self.ordinary.is_done:
                 self.refuse_one_rate(trainer, pl_module)
-        else:
-            self._start_growable(trainer, pl_module)
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
 
@@ -320,9 +320,9 @@ class UpscaleCallback(Swap, Strides):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._needs_check:
             self._needs_check = False
-            if self.ordinary is None:
+            if isinstance(pl_module, Growable):
                 self._check_growth(trainer, pl_module, batch)
-            elif not self.ordinary.is_done:
+            elif self.ordinary is not None and not self.ordinary.is_done:
                 earlier = self._earlier(trainer)
                 self.ordinary.check(trainer, pl_module, batch, batch_idx, earlier, self.method, self.noise)
         if self.is_due(trainer, pl_module):
@@ -388,7 +388,7 @@ class UpscaleCallback(Swap, Strides):
             self.ahead.wait()
             self.ahead = None
 
-    def _start_growable(self, trainer: Trainer, module: LightningModule) -> None:
+    def _start_growable(self, trainer: Trainer, module: Growable) -> None:
         """Refuses, at the start of the training, what cannot work with a Growable."""
         before = self._size_before(trainer, module)
         if trainer.ckpt_path is None:
@@ -400,7 +400,6 @@ class UpscaleCallback(Swap, Strides):
             self.refuse_one_rate(trainer, module)
             _refuse_parameters_outside(trainer, module)
             if has_own_optimizers(module) and trainer.lr_scheduler_configs:
-                assert isinstance(module, Growable)
                 assert module.net is not None
                 schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
                 refuse_shared_rates(module, module.net, schedulers, self.planned(module, before), self.method.mup_rates)
@@ -474,9 +473,8 @@ class UpscaleCallback(Swap, Strides):
                 f"{memory / 2**30:.0f} GiB of memory of {device}; choose a smaller one"
             )
 
-    def _size_before(self, trainer: Trainer, module: LightningModule) -> Size:
+    def _size_before(self, trainer: Trainer, module: Growable) -> Size:
         """The size this swap will start from: the model's, or that of the swap before it."""
-        assert isinstance(module, Growable)
         return size_after_all(module.size, (c for c in swaps_of(trainer) if c.at_step < self.at_step))
 
     def undeclared(self, module: Growable, before: Size) -> list[str]:
@@ -494,8 +492,7 @@ class UpscaleCallback(Swap, Strides):
             if self.depth == "identity":
                 raise UserError(f"{self._goal}: {error}") from error
 
-    def _check_growth(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        assert isinstance(module, Growable)
+    def _check_growth(self, trainer: Trainer, module: Growable, batch: Any) -> None:
         before = self._size_before(trainer, module)
         if not self._is_to_come(module):
             return  # the run was resumed after the swap
@@ -637,8 +634,7 @@ def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[Any]:
     return [c.ordinary for c in swaps_of(trainer) if c.ordinary is not None and "step" in states.get(c.state_key, {})]
 
 
-def _refuse_parameters_outside(trainer: Trainer, module: LightningModule) -> None:
-    assert isinstance(module, Growable)
+def _refuse_parameters_outside(trainer: Trainer, module: Growable) -> None:
     outside = {id(parameter): name for name, parameter in parameters_outside(module)}
     for optimizer in trainer.optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
