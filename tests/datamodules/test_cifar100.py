@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from dispatched import Operations
 from programs import start_fork, wait_for_fork
 from stand_ins import Attack, image_arrays, names, serving, trainer_stub
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.datasets import CIFAR100 as Published
 from torchvision.transforms import functional as TF
 
@@ -148,28 +148,15 @@ def test_evaluation_sees_the_test_images_as_they_are(folder: str, arrays: Arrays
     assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch in predicted)
 
 
-class Kernels(TorchDispatchMode):
-    """Counts operations that are not views: what a GPU has to launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launched: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not function.is_view:
-            self.launched.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
 def test_a_training_batch_is_eight_kernels(folder: str):
     """Launches are what a batch costs on a GPU, whatever it holds; that none waits for a value is seen on the meta
     device below.
     """
     batches = iter(module(folder).train_dataloader())
     next(batches)  # which also draws the epoch
-    with Kernels() as kernels:
+    with Operations() as kernels:
         next(batches)
-    assert len(kernels.launched) <= 8, kernels.launched
+    assert kernels.now.total() <= 8, kernels.now
 
 
 # ---- the published archive

@@ -1,19 +1,16 @@
 """`upscale` as a whole: what it writes, what it leaves alone, what it frees, and that upscales compose."""
 
 import math
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+from dispatched import LiveBytes
 from mup_optimizers import MuAdamW
 from nets import assert_same, features, mlp, mup, named_state, tokens, train
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 import mupscale
 from mupscale.methods.grow import grow
@@ -107,29 +104,6 @@ def test_consume_empties_narrow_and_gives_the_same():
     assert_same(answers[1], answers[0])
 
 
-class Memory(TorchDispatchMode):
-    """The most bytes that were alive after any operation: what `roots` reaches, `state` while it lives, and
-    temporaries.
-    """
-
-    def __init__(self, roots: Callable[[], list[Tensor]], state: list[Tensor]) -> None:
-        super().__init__()
-        self.roots, self.seen = roots, WeakIdKeyDictionary(dict.fromkeys(state))
-        self.start = self.peak = self.alive()
-
-    def alive(self) -> int:
-        tensors = [t for t in chain(self.roots(), self.seen) if not t.is_meta]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self.seen[tensor] = None
-        self.peak = max(self.peak, self.alive())
-        return result
-
-
 @pytest.mark.slow
 def test_peak_memory():
     narrow, narrow_opt = trained_net(32)
@@ -140,13 +114,12 @@ def test_peak_memory():
     def tensors(optimizer: Optimizer) -> list[Tensor]:
         return [tensor for state in optimizer.state.values() for tensor in state.values()]
 
-    def roots() -> list[Tensor]:
-        return [*narrow.parameters(), *narrow.buffers(), *wide.parameters(), *wide.buffers(), *tensors(wide_opt)]
-
-    with Memory(roots, tensors(narrow_opt)) as memory:
+    memory = LiveBytes([*narrow.parameters(), *narrow.buffers(), *tensors(narrow_opt)])
+    start = memory.now
+    with memory:
         mupscale.upscale(narrow, wide, narrow_opt, wide_opt, consume=True, noise=mupscale.AdditiveNoise(0.1))
     sizes = [t.nbytes for t in (*wide.parameters(), *wide.buffers(), *tensors(wide_opt))]
-    assert memory.start > max(sizes)  # else the bound below would say nothing
+    assert start > max(sizes)  # else the bound below would say nothing
     assert sum(sizes) <= memory.peak <= sum(sizes) + max(sizes)
 
 
@@ -154,9 +127,10 @@ def test_pieces_are_written_without_a_temporary_of_the_same_size(monkeypatch: py
     monkeypatch.setattr(growth, "AT_ONCE", 64)
     source, target = torch.randn(24, 32), torch.empty(40, 64)
     layouts = [(Piece(16, 4, 2), Piece(8, 8, 1)), (Piece(32, 32, 2),)]
-    with Memory(lambda: [source, target], []) as memory:
+    memory = LiveBytes([source, target])
+    with memory:
         growth.duplicate_(target, source, layouts, [torch.arange(40.0), 0.5])
-    assert memory.peak - memory.start < target.nbytes / 4
+    assert memory.peak - source.nbytes - target.nbytes < target.nbytes / 4
     rows = source[growth.source_index(layouts[0])] * 0.5 * torch.arange(40.0)[:, None]
     assert torch.equal(target, torch.cat([rows, rows], 1))
 
