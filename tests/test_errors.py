@@ -29,6 +29,12 @@ def test_other_errors_and_user_errors_pass():
         assert caught.value is error
 
 
+def test_a_prefix_stands_before_every_message():
+    for error in (UserError("it is 0"), ValueError("it is 0")):
+        with pytest.raises(UserError, match=r"^data\.seed: it is 0$"), as_user_errors(ValueError, prefix="data.seed: "):
+            raise error
+
+
 def test_a_package_that_is_missing_names_its_extra():
     def load() -> None:
         with needs_extra("data"):

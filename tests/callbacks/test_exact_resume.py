@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric
 from training_runs import Checkpoints, fit
@@ -12,17 +12,12 @@ from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.models.mlp import MLP
 
 
-class Rows(Logger):
+class Rows(DummyLogger):
     """Keeps what is logged."""
-
-    name, version = "rows", 0
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        pass
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.rows.append((step, metrics))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.utilities.seed import isolate_rng
 from tiers import slow_except
 from tiny_modules import MODELS, mlp, rows
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -36,26 +37,8 @@ class Seen(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         first = batch[0] if isinstance(batch, list | tuple) else batch
         self.batches.append(float(first.double().sum()))
-        self.numbers.append((torch_number(), python_number(), numpy_number()))
-
-
-def torch_number() -> float:
-    """The next random number of torch, which stays the next one; so with the others."""
-    generator = torch.Generator()
-    generator.set_state(torch.get_rng_state())
-    return torch.rand((), generator=generator).item()
-
-
-def python_number() -> float:
-    generator = random.Random()
-    generator.setstate(random.getstate())
-    return generator.random()
-
-
-def numpy_number() -> float:
-    generator = np.random.RandomState()
-    generator.set_state(np.random.get_state())
-    return generator.random()
+        with isolate_rng():  # the next ones stay the next ones
+            self.numbers.append((torch.rand(()).item(), random.random(), np.random.rand()))
 
 
 def jittered(samples: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:

@@ -46,7 +46,6 @@ WIDE = "widened"
 """The checkpoint that is made offline, in place of the growth inside the run."""
 
 OFFLINE = "fsdp2, widened offline"
-"""A case that begins with the first part of the case fsdp2."""
 
 CASES = {
     "ddp": ("mlp", 0.0, "64-true", ("ddp",) * 3),
@@ -129,15 +128,12 @@ def main(folder: Path, *names: str) -> None:
         case = model, noise, precision
         if (*case, "whole") not in answers:
             answers[*case, "whole"] = launched(1, fit, *case, "auto", folder / name / "whole", (1, 0, STEPS, None))
-        place, answers[name] = folder / name, []
+        answers[name] = []
         for kind, part in zip(kinds, PARTS, strict=True):
-            if name == OFFLINE and part[0] == 2:
-                place, answers[name] = folder / "fsdp2", answers["fsdp2"][:1]
-                continue
             if name == OFFLINE and part[0] == 4:
-                widen_offline(place)
+                widen_offline(folder / name)
                 part = (*part[:3], WIDE)
-            answers[name].append(launched(part[0], fit, *case, kind, place, part))
+            answers[name].append(launched(part[0], fit, *case, kind, folder / name, part))
     torch.save(answers, folder / "answers.pt")
 
 
