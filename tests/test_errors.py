@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from mupscale.errors import UserError, as_user_errors, needs_extra, pip_requirement
+from mupscale.errors import UserError, as_user_errors, needs_extra, pip_requirement, prefix_errors
 
 
 def test_errors_of_the_given_kinds_become_user_errors():
@@ -31,7 +31,7 @@ def test_other_errors_and_user_errors_pass():
 
 def test_a_prefix_stands_before_every_message():
     for error in (UserError("it is 0"), ValueError("it is 0")):
-        with pytest.raises(UserError, match=r"^data\.seed: it is 0$"), as_user_errors(ValueError, prefix="data.seed: "):
+        with pytest.raises(UserError, match=r"^data\.seed: it is 0$"), prefix_errors("data.seed", ValueError):
             raise error
 
 
