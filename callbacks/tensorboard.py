@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from io import BytesIO
 from pathlib import Path
 from threading import Lock, Timer
@@ -258,49 +258,35 @@ event_file_writer._AsyncWriter = DirectWriter  # of all writers in this process
 LONGEST = 1024
 """The length in bytes of the longest record that the tables cover; TensorBoard handles longer ones, which are rare."""
 
+PLACES = np.arange(LONGEST - 1, -1, -1)
+
 _theirs = pywrap_tensorflow.masked_crc32c
 
 
+@lru_cache(16)  # the lengths of records, which have checksums too, are few
 def masked_crc32c(data: bytes) -> int:
     """The checksum of TensorBoard's records, as its function of that name, many times as fast.
 
     TensorBoard computes it byte by byte in Python, which takes longer than all other logging.
     """
     length = len(data)
-    if length > LONGEST:
+    if not 4 <= length <= LONGEST:
         return int(_theirs(data))
-    if length == 8:
-        return _of_header(data)
-    return _masked(data)
-
-
-@cache
-def _of_header(data: bytes) -> int:
-    """Of the length of a record. There are few lengths."""
-    return _masked(data)
-
-
-def _masked(data: bytes) -> int:
-    tables, of_zeros, places = _tables()
-    length = len(data)
-    # the register is linear in the bytes: each adds what its place, counted from the end, makes of it
-    parts = tables[places[LONGEST - length :], np.frombuffer(data, np.uint8)]
-    crc = int(np.bitwise_xor.reduce(parts, initial=0)) ^ int(of_zeros[length]) ^ 0xFFFFFFFF
+    values = np.frombuffer(bytearray(data), np.uint8)
+    values[:4] ^= 0xFF  # the register starts with ones
+    # it is linear in the bytes: each adds what its place, counted from the end, makes of it
+    crc = int(np.bitwise_xor.reduce(_table()[PLACES[LONGEST - length :], values])) ^ 0xFFFFFFFF
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @cache
-def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What a byte followed by n bytes becomes, what the empty register becomes after n zero bytes, and n … 1, 0."""
-    byte = np.array(pywrap_tensorflow.CRC_TABLE, dtype=np.uint32)
-    tables = np.empty((LONGEST, 256), dtype=np.uint32)
-    of_zeros = np.empty(LONGEST + 1, dtype=np.uint32)
-    tables[0], of_zeros[0] = byte, 0xFFFFFFFF
+def _table() -> np.ndarray:
+    """What the register is after a byte and n zeros, by n and the byte."""
+    table = np.empty((LONGEST, 256), dtype=np.uint32)
+    table[0] = pywrap_tensorflow.CRC_TABLE
     for n in range(1, LONGEST):
-        tables[n] = byte[tables[n - 1] & 0xFF] ^ (tables[n - 1] >> 8)
-    for n in range(1, LONGEST + 1):
-        of_zeros[n] = byte[of_zeros[n - 1] & 0xFF] ^ (of_zeros[n - 1] >> 8)
-    return tables, of_zeros, np.arange(LONGEST - 1, -1, -1)
+        table[n] = table[0][table[n - 1] & 0xFF] ^ (table[n - 1] >> 8)
+    return table
 
 
 record_writer.masked_crc32c = masked_crc32c  # of all writers in this process
