@@ -95,16 +95,10 @@ class TrialMetric(Strides):
         for curves in callbacks_in(trainer, Curves):
             curves.watches = False  # a trial whose loss is not finite has a result: it diverged
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validated |= trainer.callback_metrics.keys()  # which Lightning forgets after the check
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated |= trainer.callback_metrics.keys()  # which Lightning forgets after the sanity check
         if self.metric.startswith("val/"):
             self._look_up(trainer)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._validated |= trainer.callback_metrics.keys()
-            if self.metric.startswith("val/"):
-                self._look_up(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A misspelt metric is reported after one epoch: what is logged at all is logged in every epoch."""
