@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any, Literal
 
 Style = Literal["heading", "good", "bad"]
@@ -44,6 +45,11 @@ def as_csv(rows: Sequence[Mapping[str, Any]], head: Sequence[str] = ()) -> str:
         table.writeheader()
         table.writerows({name: _csv_cell(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; none if there is no file."""
+    return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
 
 
 def _csv_cell(value: Any) -> Any:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from mupscale.atomic import write_durably
-from mupscale.commands.config import Config, brief, class_name, dictionary, differences
-from mupscale.data_files import META, METADATA, damage_in, data_in, json_of, read_yaml
+from mupscale.commands.config import Config, brief, class_name, dictionary, differences, read_json
+from mupscale.data_files import META, METADATA, damage_in, data_in, interpreting, json_of, read_yaml
 from mupscale.errors import UserError
 
 RUN = "run.json"
@@ -25,6 +25,9 @@ length (`steps`, `steps_per_epoch`)."""
 
 RESULT = "result.json"
 """In the folder of a run that has ended: its numbers."""
+
+AT_GROWTH = ("loss_before", "loss_after", "seconds")
+"""Numbers of a growth in result.json: the losses of the next batch just before and after it, and its pause."""
 
 LOCK = "run.lock"
 """In a folder that a run writes to: the machine and the number of the process that last wrote. It may be deleted."""
@@ -99,6 +102,22 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def write_run(folder: Path, **fields: Any) -> None:
     write_durably(folder / RUN, (json.dumps({**read_run(folder), **fields}, indent=1) + "\n").encode())
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What result.json says of a run that has ended; empty if it has not. Raises a UserError if it is damaged."""
+    path = folder / RESULT
+    if not path.is_file():
+        return {}
+    content = read_json(path)
+    with interpreting(f"{path} is damaged; delete it and run the same command again"):
+        steps = content.get("steps", 0)
+        if not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"steps is {steps!r}")
+        validation = {name: float(number) for name, number in dict(content.get("validation", {})).items()}
+        growths = [{name: float(growth[name]) for name in AT_GROWTH} for growth in content.get("growths", [])]
+        value = {"value": float(content["value"])} if "value" in content else {}
+        return {**content, "validation": validation, "growths": growths, **value}
 
 
 def _missing(folder: Path) -> list[Path]:

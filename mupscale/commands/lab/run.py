@@ -18,10 +18,11 @@ import torch
 from lightning.pytorch import Trainer
 
 from mupscale.callbacks.trial_metric import TrialMetric
-from mupscale.commands.checkpoints import RESULT, Claim, Taken, newest_checkpoint
+from mupscale.commands.checkpoints import RESULT, Claim, Taken, newest_checkpoint, read_result
 from mupscale.commands.cli import CLI, LOGGER, opened
-from mupscale.commands.config import Config, class_name, read_json, temporary_file
+from mupscale.commands.config import Config, class_name, temporary_file
 from mupscale.commands.run import write_result
+from mupscale.data_files import interpreting
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_in
 from mupscale.models.checkpoint import SAVED
@@ -265,13 +266,9 @@ def record(folder: Path, numbers: dict[str, Any]) -> Result:
 
 def result_of(folder: Path) -> Result | None:
     """The result in the folder of a run; None if it is not written."""
-    if not (folder / RESULT).exists():
-        return None
-    result = read_json(folder / RESULT)
-    try:
-        return float(result["value"]), float(result["seconds"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / RESULT} is damaged ({error!r}); delete it, and the run is made again") from error
+    result = read_result(folder)
+    with interpreting(f"{folder / RESULT} is damaged; delete it, and the run is made again"):
+        return (float(result["value"]), float(result["seconds"])) if result else None
 
 
 # --- what is printed

@@ -4,7 +4,6 @@ Every trial has a number, its cell. The points of a grid follow from the axes; d
 their runs begin. The results are those of the runs.
 """
 
-import csv
 import json
 import math
 import re
@@ -42,7 +41,7 @@ from mupscale.commands.lab.run import Part, Result, Run, Trial, drop_checkpoints
 from mupscale.commands.lab.space import Axis, Outcome, Settings, draw, grid, point_of, point_text
 from mupscale.data_files import refuse_links
 from mupscale.errors import UserError
-from mupscale.text_tables import as_csv
+from mupscale.text_tables import as_csv, read_csv
 
 NO_BEST = "no_best.txt"
 """In the folder of a finished sweep whose trials all diverged, instead of a best.yaml."""
@@ -96,8 +95,7 @@ class Sweep(Part):
 
     @property
     def done(self) -> int:
-        table = self.folder / "trials.csv"
-        return len(list(csv.DictReader(table.read_text().splitlines()))) if table.exists() else 0
+        return len(read_csv(self.folder / "trials.csv"))
 
     # --- points
 

@@ -1,6 +1,5 @@
 """A report on runs: one page, its figures, and its numbers."""
 
-import csv
 import json
 import math
 import re
@@ -24,7 +23,7 @@ from mupscale.commands.reporting.midrun import Midrun, draw_midrun
 from mupscale.commands.reporting.reach import Comparison, Numbers
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
-from mupscale.text_tables import as_csv
+from mupscale.text_tables import as_csv, read_csv
 
 GENERATOR = '<meta name="generator" content="mupscale report">'
 """In the head of every page, as the template has it."""
@@ -168,10 +167,7 @@ def read_pictures(folder: Path, *names: str) -> list[Picture]:
 
 def read_table(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file, with short numbers; none if there is no file."""
-    if not path.is_file():
-        return []
-    rows = csv.DictReader(path.read_text().splitlines())
-    return [{key: short(cell) for key, cell in row.items()} for row in rows]
+    return [{key: short(cell) for key, cell in row.items()} for row in read_csv(path)]
 
 
 def short(cell: str) -> str:

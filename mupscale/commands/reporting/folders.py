@@ -1,6 +1,5 @@
 """Which runs, sweeps and experiments there are in folders."""
 
-import csv
 import math
 import shlex
 from pathlib import Path
@@ -12,6 +11,7 @@ from mupscale.commands.reporting.compare import is_edge
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.data_files import inside, interpreting, json_of
 from mupscale.errors import UserError
+from mupscale.text_tables import read_csv
 
 QUICK = "quick: no evidence. Tiny networks, few steps and little data: this shows only that the experiment runs."
 
@@ -33,8 +33,7 @@ class SweepFolder:
         self.is_sweep = (folder / "sweep.json").is_file()
         self.has_no_best = (folder / "no_best.txt").is_file()
         """Whether it is finished, and all of its trials diverged."""
-        table = folder / "trials.csv"
-        self.rows = list(csv.DictReader(table.read_text().splitlines())) if table.is_file() else []
+        self.rows = read_csv(folder / "trials.csv")
         """Those of its table, one for each finished trial."""
 
     @property

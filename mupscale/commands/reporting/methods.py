@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mupscale.commands import figures
-from mupscale.commands.config import class_name, labels
+from mupscale.commands.config import brief, class_name, labels, number_in
 from mupscale.commands.reporting.compare import Losses, compare, compare_best, mean_of, rank, spread
 from mupscale.commands.reporting.draw import AXES, Picture, draw_bands, mean_band, picture, without_range
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
@@ -45,7 +45,7 @@ class Method:
         self.name, self.is_papers, self.group = name, class_name(described) == PAPERS, group
         self.comparison = numbers.comparison_of(group)
         best = sweep.best_trial(metric) if sweep.best else None
-        self.tuned = {key: shortened(best[key]) for key in sweep.axes if best}
+        self.tuned = {key: brief(number_in(best[key])) for key in sweep.axes if best}
         """The best trial's values, by key."""
         self.at_edge = sweep.edges(metric) if best else []
         """The keys whose best value is at the edge of the grid."""
@@ -182,12 +182,10 @@ class Methods:
 
 
 def draw_methods(methods: Methods, path: Path) -> list[Picture]:
-    """Draws where growth methods end, and their curves; the names of the files begin with that of `path`."""
-    return [*draw_ends(methods, path), *draw_lines(methods, path)]
+    """Draws where growth methods and from scratch end, and their training loss as means over seeds.
 
-
-def draw_lines(methods: Methods, path: Path) -> list[Picture]:
-    """Draws the training loss of growth methods and from scratch, as means over seeds."""
+    The names of the files begin with that of `path`.
+    """
     named = {method.name: method.group for method in methods.all if method.group is not None}
     if methods.scratch is not None:
         named[methods.scratch.name] = methods.scratch
@@ -195,7 +193,7 @@ def draw_lines(methods: Methods, path: Path) -> list[Picture]:
     lines = [without_range(mean_band(group, windows.of)) for group in named.values()]
     bands = [line and line._replace(label=label) for label, line in zip(named, lines, strict=True)]
     title, more = f"Training loss of growth methods, {windows.words}", ": means over seeds, the lowest end first"
-    return draw_bands(path, bands, AXES["steps"][0], "training loss", title, more)
+    return [*draw_ends(methods, path), *draw_bands(path, bands, AXES["steps"][0], "training loss", title, more)]
 
 
 def draw_ends(methods: Methods, path: Path) -> list[Picture]:
@@ -251,11 +249,3 @@ def loss_after_growth(run: LoggedRun) -> float:
     end = (run.growths[-1] if run.growths else 0) + AFTER
     there = (run.steps > end - WINDOW) & (run.steps <= end)
     return float(np.mean(run.losses[there])) if there.any() else math.nan
-
-
-def shortened(value: str) -> str:
-    """A value of a table; a number with four digits."""
-    try:
-        return f"{float(value):.4g}"
-    except ValueError:
-        return value

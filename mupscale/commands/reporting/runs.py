@@ -7,17 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mupscale.commands.checkpoints import RESULT, read_run
-from mupscale.commands.config import Config, callbacks_of, class_name, read_json
+from mupscale.commands.checkpoints import read_result, read_run
+from mupscale.commands.config import Config, callbacks_of, class_name
 from mupscale.commands.event_files import read_log
 from mupscale.data_files import interpreting, read_yaml
 
 FloatArray = npt.NDArray[np.float64]
 Line = tuple[FloatArray, FloatArray]
 """The places and the values of a curve."""
-
-AT_GROWTH = ("loss_before", "loss_after", "seconds")
-"""Numbers of a growth in result.json: the losses of the next batch just before and after it, and its pause."""
 
 
 class RunSize(NamedTuple):
@@ -94,7 +91,7 @@ class LoggedRun:
 
     @property
     def last_growth(self) -> dict[str, float]:
-        """The numbers AT_GROWTH of the last growth; empty until the run has ended."""
+        """The losses and the pause of the last growth, as result.json has them; empty until the run has ended."""
         return (self.result.get("growths") or [{}])[-1]
 
     # --- its metrics
@@ -172,19 +169,3 @@ class LoggedRun:
     def _logged_flops(self) -> FloatArray:
         """The steps at which FLOPs were logged, and the FLOPs, both from 0 on."""
         return np.array([(0, 0.0), *(sorted(self.log.flops.items()) or [(1, math.nan)])]).T
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """What result.json says of a run that has ended; empty if it has not. Raises a UserError if it is damaged."""
-    path = folder / RESULT
-    if not path.is_file():
-        return {}
-    content = read_json(path)
-    with interpreting(f"{path} is damaged; delete it and run the same command again"):
-        steps = content.get("steps", 0)
-        if not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"steps is {steps!r}")
-        validation = {name: float(number) for name, number in dict(content.get("validation", {})).items()}
-        growths = [{name: float(growth[name]) for name in AT_GROWTH} for growth in content.get("growths", [])]
-        value = {"value": float(content["value"])} if "value" in content else {}
-        return {**content, "validation": validation, "growths": growths, **value}
