@@ -155,9 +155,8 @@ class Curves(Strides):
         return steps_to(every, step) if every else _MOST_RECENT
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
-        assert isinstance(pl_module, Growable)
         spent, kind = self.spent, flops_kind(pl_module, batch)
-        spent["samples"] += pl_module.batch_size(batch) * len(losses)
+        spent["samples"] += samples_of(pl_module, batch) * len(losses)
         spent["flops"] += self._batch_flops(trainer, pl_module, batch, 0, kind) * len(losses)
         total = float(self._sum)
         for loss in losses:
@@ -166,7 +165,7 @@ class Curves(Strides):
         self._count += len(losses)
         if not all(map(math.isfinite, losses)):
             for step, loss in enumerate(losses, self._step):
-                self._recent.append((step, pl_module.width, torch.tensor(loss, dtype=torch.float64)))
+                self._recent.append((step, width_of(pl_module), torch.tensor(loss, dtype=torch.float64)))
         self._step = trainer.global_step
         if log_interval(trainer) and trainer.global_step % log_interval(trainer) == 0:
             self._log(trainer, pl_module)
@@ -329,7 +328,8 @@ def flops_kind(module: LightningModule, batch: Any) -> tuple[Any, ...]:
 
 
 def samples_of(module: LightningModule, batch: Any) -> int:
-    return module.batch_size(batch) if isinstance(module, Growable) else samples_in(module, batch)
+    own = getattr(module, "batch_size", None)  # which `samples_in` asks for where there is no tensor
+    return own(batch) if callable(own) else samples_in(module, batch)
 
 
 def width_of(module: LightningModule) -> Width | None:

@@ -2,11 +2,12 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from observed_fits import capture_on_cpu
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from training_runs import fit, quiet_trainer
 
-from mupscale.callbacks.curves import Curves, NonFiniteLoss, first_bad
+from mupscale.callbacks.curves import Curves, NonFiniteLoss, first_bad, samples_of
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -217,6 +218,20 @@ def test_samples_and_flops_of_batches_of_several_lengths(tmp_path: Path) -> None
     module = OfAnyLength(8, 4, inputs=6, outputs=3)
     trainer.fit(module, loader, loader)
     assert curves.spent == {"samples": 4 * 5, "flops": (2 + 4 + 2 + 8) / 2 * module.training_flops(batches[0])}
+
+
+class Counts(LightningModule):
+    def batch_size(self, batch: Any) -> int:
+        return len(batch.rows)
+
+
+class HasNumber(LightningModule):
+    batch_size = 32
+
+
+def test_any_module_may_count_its_samples() -> None:
+    assert samples_of(Counts(), SimpleNamespace(rows="abc")) == 3
+    assert samples_of(HasNumber(), torch.ones(5, 2)) == 5
 
 
 def test_the_first_bad_loss_is_found_with_its_place() -> None:
