@@ -87,12 +87,11 @@ def test_the_first_cards_are_the_losses_and_the_width() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["TensorBoardLogger", "LossFirstLogger"])
-def test_a_resumed_run_keeps_its_tags(kind: str) -> None:
-    main(["fit", "--config", QUICKSTART, *BRIEF, f"--trainer.logger={{class_path: {kind}, {PLACE}}}"])
+def test_a_resumed_run_keeps_its_tags() -> None:
+    main(["fit", "--config", QUICKSTART, *BRIEF, f"--trainer.logger={{class_path: TensorBoardLogger, {PLACE}}}"])
     run = Path("runs/quickstart/version_0")
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["trainer"]["logger"]["class_path"].endswith(f".{kind}")
+    assert config["trainer"]["logger"]["class_path"].endswith(".TensorBoardLogger")
     before = curves()
     for path in run.rglob("*.ckpt"):
         if path.name != "pre-upscale-3.ckpt":

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from mupscale.__main__ import main
+from mupscale.checks.coordinate_check import DEFAULT_NOISE
 from mupscale.commands import coord_check as command
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -72,28 +73,40 @@ def test_depths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_fails_where_a_layer_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configuration(tmp_path / "c.yaml", "extensions.UnscaledMLP")
     with pytest.raises(SystemExit) as exit:
-        main(["coord-check", "--config", config, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path}"])
+        main(["coord-check", "--config", config, "--widths=16,32,64", "--seeds=1", f"--out={tmp_path}"])
     assert exit.value.code == 1
     assert "look first at layers.1" in capsys.readouterr().out
     assert (tmp_path / "coord_check.png").is_file()
 
 
-@pytest.mark.slow
+def arguments_of_check(monkeypatch: pytest.MonkeyPatch, config: str, *options: str) -> tuple[Any, dict[str, Any]]:
+    """The function that makes networks, and the named arguments, with which the command calls `coord_check`."""
+    found: list[Any] = []
+
+    def stop(network: Any, widths: Any, **named: Any) -> None:
+        found.extend((network, named))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "coord_check", stop)
+    with pytest.raises(KeyboardInterrupt):
+        command.main("coord-check", ["--config", config, *options, "--widths=16,32,64"])
+    return found[0], found[1]
+
+
 def test_a_warm_up_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "draw", lambda *_: None)
     warm_up = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 1e-3}}
-    for name, arguments in (("constant", {}), ("warm_up", {"lr_scheduler": warm_up})):
-        config = configuration(tmp_path / f"{name}.yaml", **arguments)
-        main(["coord-check", "--config", config, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path / name}"])
-    assert sizes(tmp_path / "warm_up") == sizes(tmp_path / "constant")
+    rates = []
+    for arguments in ({}, {"lr_scheduler": warm_up}):
+        network, named = arguments_of_check(monkeypatch, configuration(tmp_path / "c.yaml", **arguments))
+        rates.append([group["lr"] for each in named["optimizer"](network(16)) for group in each.param_groups])
+    assert rates[0] == rates[1]
+    assert max(rates[0]) == 0.003
 
 
-@pytest.mark.slow
 def test_the_configured_noise_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "draw", lambda *_: None)
     config = configuration(tmp_path / "c.yaml")
-    without_noise = "{class_path: UpscaleCallback, init_args: {at_step: 1, width: 16}}"
-    callback = f"--trainer.callbacks=[{without_noise}]"
-    main(["coord-check", "--config", config, callback, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path}"])
-    starts = {tuple(row[1:3]): float(row[4]) for row in sizes(tmp_path) if row[0] == "grown" and row[3] == "0"}
-    assert starts["layers.2", "128"] == pytest.approx(starts["layers.2", "32"], rel=1e-5)
+    assert arguments_of_check(monkeypatch, config)[1]["noise"] == DEFAULT_NOISE
+    for noise, std in (("", None), (", noise: {class_path: AdditiveNoise, init_args: {std: 0.25}}", 0.25)):
+        swap = f"{{class_path: UpscaleCallback, init_args: {{at_step: 1, width: 16{noise}}}}}"
+        taken = arguments_of_check(monkeypatch, config, f"--trainer.callbacks=[{swap}]")[1]["noise"]
+        assert getattr(taken, "std", None) == std
