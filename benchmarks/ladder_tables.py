@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, RUNG, SUNK, SUNK_SLOW, WIDTH, Ladder, Size, Way
-from mupscale.commands.reporting.compare import t_quantile
+from mupscale.commands.reporting.compare import compare
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "ladder.md"
 RUNS = PAGE.with_suffix("") / "runs.csv"
@@ -121,23 +121,23 @@ class Ends:
             found = [point for point in found if point[0].way == WIDTH[0]]
         return sorted(found, key=lambda p: (p[0].size, p[1], p[0].start[::-1], p[0].way, p[0].at))
 
-    def confidence(self, direction: str) -> float:
-        """Of an interval: the best of so many arms was chosen."""
-        arms = {growth.arm for growth, _ in self.points(direction)}
-        return 1 - 0.05 / (len(WIDTH) if direction == "width" else len(arms))
+    def count_arms(self, direction: str) -> int:
+        """Among how many arms the best was chosen."""
+        return len(WIDTH) if direction == "width" else len({growth.arm for growth, _ in self.points(direction)})
 
     def advantage(self, growth: Growth, budget: float, against: str, straight: bool = False) -> Interval:
         """S against one of BASELINES."""
-        shares, is_bound = [], False
+        needed, is_bound = {}, False
         for seed, loss in self.grown[growth, budget].items():
             sizes = self.sizes if against == "envelope" else [growth.size]
             curves = [self.curves(size).get(seed, {}) for size in sizes]
             reached = [power for curve in curves if (power := reach(curve, loss, straight)) is not None]
             if not reached:
                 reached, is_bound = [max(power for curve in curves for power in curve)], True
-            spent = math.log2(2**budget - 2**growth.at) if against == "base exists" else budget
-            shares.append(min(reached) - spent)
-        return interval(shares, self.confidence(growth.direction))._replace(is_bound=is_bound)
+            needed[seed] = min(reached)
+        spent = math.log2(2**budget - 2**growth.at) if against == "base exists" else budget
+        found = compare(dict.fromkeys(needed, spent), needed, self.count_arms(growth.direction))
+        return Interval(len(needed), 2**found.mean, 2**found.low, 2**found.high, is_bound)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -172,15 +172,6 @@ def parabola(curve: Curve, powers: Iterable[float], at: float) -> float:
     first = (curve[b] - curve[a]) / (b - a)
     second = ((curve[c] - curve[b]) / (c - b) - first) / (c - a)
     return curve[a] + (at - a) * (first + (at - b) * second)
-
-
-def interval(shares: list[float], confidence: float) -> Interval:
-    """From binary logarithms, one for each seed."""
-    centre = mean(shares)
-    if len(shares) == 1:
-        return Interval(1, 2**centre, math.nan, math.nan)
-    half = t_quantile(confidence, len(shares) - 1) * stdev(shares) / math.sqrt(len(shares))
-    return Interval(len(shares), 2**centre, 2 ** (centre - half), 2 ** (centre + half))
 
 
 # --- words of the tables

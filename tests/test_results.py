@@ -3,7 +3,6 @@
 import csv
 import re
 from collections.abc import Iterable
-from math import log2
 from pathlib import Path
 from statistics import mean
 
@@ -20,7 +19,6 @@ from benchmarks.ladder_tables import (
     Ends,
     Growth,
     fill_page,
-    interval,
     parabola,
     reach,
     read_sunk,
@@ -195,12 +193,3 @@ def test_a_curve_reaches_a_loss_on_its_parabola() -> None:
     assert reach(curve, 3.7) is None
     assert reach(curve, 6.0) is None
     assert reach({0.0: 4.0, 1.0: 3.0}, 3.25, straight=True) == pytest.approx(0.75)
-
-
-def test_intervals_are_those_of_student() -> None:
-    found = interval([log2(1.0), log2(1.1), log2(1.21)], confidence=0.95)
-    assert found.mean == pytest.approx(1.1)
-    assert log2(found.high / found.mean) == pytest.approx(4.30265 * log2(1.1) / 3**0.5, rel=1e-5)
-    assert found.low * found.high == pytest.approx(1.1**2)
-    two = interval([0.0, 1.0], confidence=0.95)
-    assert log2(two.high) == pytest.approx(0.5 + 12.7062 * 0.5**0.5 / 2**0.5, rel=1e-5)
