@@ -20,7 +20,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
@@ -535,21 +535,17 @@ def main(arguments: list[str]) -> None:
         return
     for name in ("runs", "states"):
         (options.out / name).mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     ladder = LADDERS[options.ladder]
     if options.starts:
         ladder = replace(ladder, fixed=dict.fromkeys([start for start, _ in ladder.grown], ()))
     runs = [run for run in plan_runs(ladder, options.seeds) if re.search(options.only, run.name)]
     runs = [run for run in runs if not result_file(run, options.out).exists()]
-    executor = ProcessPoolExecutor(options.workers, get_context("spawn"))
-    going: set[Future[None]] = set()
-    try:
-        while going or any(run.is_ready(options.out) for run in runs):
-            ready = [run for run in runs if run.is_ready(options.out)]
-            runs = [run for run in runs if run not in ready]
-            going |= {executor.submit(make_run, options, run) for run in ready}
-            done, going = wait(going, return_when=FIRST_COMPLETED)
-            for future in done:
-                future.result()
-    finally:
-        executor.shutdown(cancel_futures=True)
+    with processes(options.workers) as executor:
+        for is_grown in (False, True):  # a run that grows begins with a state that one of fixed size has saved
+            ready = [run for run in runs if bool(run.start) == is_grown and run.is_ready(options.out)]
+            list(executor.map(partial(make_run, options), ready))
+
+
+def processes(workers: int) -> ProcessPoolExecutor:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return ProcessPoolExecutor(workers, get_context("spawn"))

@@ -9,12 +9,9 @@ for all of it: warm-up, constant rate, and a fall to zero over the last fifth. O
 
 import argparse
 import csv
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain, product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mupscale.hf
-from benchmarks.ladder import ADAMW, CLIP, DECAY, FULL, QUICK, Ladder, Runner, Text, fall, read_text
+from benchmarks.ladder import ADAMW, CLIP, DECAY, FULL, QUICK, Ladder, Runner, Text, fall, processes, read_text
 
 NOISE = mupscale.SignalNoise(0.3, centred=True)
 """That of `upscale FOLDER --noise auto`."""
@@ -138,10 +135,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     options.tokens = options.tokens or (0.002 if options.quick else 20)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.out.mkdir(parents=True, exist_ok=True)
     jobs = product(ARMS, options.lrs, options.seeds)
-    with ProcessPoolExecutor(options.workers, get_context("spawn")) as executor:
+    with processes(options.workers) as executor:
         missing = [seed for seed in options.seeds if not (options.out / f"base-{seed}").exists()]
         list(executor.map(partial(train_base, options), missing))
         rows = chain.from_iterable(list(executor.map(partial(train_on, options), *zip(*jobs, strict=True))))
