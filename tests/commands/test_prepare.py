@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import ENTRIES, contents, prepared, refused, split_documents, texts, write_article, write_hub, write_text
+from corpus import ENTRIES, prepared, refused, split_documents, texts, write_article, write_hub, write_text
+from paths import contents
 from programs import run_program
 
 from mupscale.__main__ import main

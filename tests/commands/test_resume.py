@@ -1,9 +1,11 @@
 """resume goes on with the run in a folder, and with no other; what it cannot do it refuses, and touches nothing."""
 
 import json
+import os
 import shutil
-import subprocess
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import yaml
 from command_line import refused, small, upscale
 from extensions import Crash, Crashed
 from logged import curves, table
-from programs import start_program
+from paths import contents
+from programs import start_fork, wait_for_fork, wait_until
 from tiers import slow_except
 
 from mupscale.__main__ import main
-from mupscale.commands.checkpoints import checkpoints_of, newest_checkpoint
+from mupscale.commands.checkpoints import Claim, checkpoints_of, newest_checkpoint
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "no_crash_left")
 
@@ -59,10 +62,6 @@ def assert_same_end(ours: str | Path, theirs: str | Path) -> None:
     mine, other = end(ours)["state_dict"], end(theirs)["state_dict"]
     assert mine.keys() == other.keys()
     assert all(torch.equal(mine[name], other[name]) for name in other)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 # --- the network
@@ -119,9 +118,9 @@ OVERRIDES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_overrides_without_effect_are_refused_by_name(half_a_run: Path, override: str) -> None:
-    before = content(half_a_run)
+    before = contents(half_a_run)
     assert OVERRIDES[override] in refused("resume", str(half_a_run), override)
-    assert content(half_a_run) == before
+    assert contents(half_a_run) == before
     assert [path.name for path in half_a_run.parent.iterdir()] == ["version_0"]
 
 
@@ -217,9 +216,9 @@ def test_runs_without_a_logger_are_apart(tmp_path: Path) -> None:
         crash(step, "fit", "--config", path, "--trainer.logger=false", "--trainer.default_root_dir=mine")
     assert newest_checkpoint(place)[1]["global_step"] == 4
     assert newest_checkpoint(place / "version_0")[1]["global_step"] == 6
-    before = content(place / "version_0")
+    before = contents(place / "version_0")
     main(["resume", str(place)])
-    assert content(place / "version_0") == before
+    assert contents(place / "version_0") == before
     assert_same_end(place, "runs/default/version_0")
 
 
@@ -241,38 +240,37 @@ def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path) -> None:
 
 # --- one writer
 
-HOLD = """
-import sys
-from pathlib import Path
-from mupscale.commands.checkpoints import Claim
-claim = Claim(Path(sys.argv[1]))
-claim.begin()
-print("ready", flush=True)
-input()
-"""
 
+@contextmanager
+def written_by_another(folder: Path) -> Iterator[int]:
+    """A process that writes to the folder of a run, and is killed at the end."""
 
-@pytest.fixture
-def held(half_a_run: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that writes to the run."""
-    with start_program("-c", HOLD, half_a_run, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    def hold() -> None:
+        claim = Claim(folder)
+        claim.begin()
+        Path("ready").touch()
+        signal.pause()
+
+    process = start_fork(hold)
+    try:
+        wait_until(Path("ready").exists)
         yield process
+    finally:
+        os.kill(process, signal.SIGKILL)
+        wait_for_fork(process)
 
 
 @pytest.mark.slow
-def test_a_live_run_is_left_alone(held: subprocess.Popen[str], half_a_run: Path, tmp_path: Path) -> None:
-    before = content(Path("runs"))
-    by = f"is in use: process {held.pid}"
-    assert by in refused("resume", str(half_a_run))
-    fit = ["fit", "--config", str(tmp_path / "c.yaml")]
-    assert by in refused(*fit, "--trainer.logger.version=version_0")
-    assert content(Path("runs")) == before
-    main(fit)  # which has a folder of its own
-    assert Path("runs/default/version_1/config.yaml").exists()
-    held.kill()
-    held.wait()
+def test_a_live_run_is_left_alone(half_a_run: Path, tmp_path: Path) -> None:
+    with written_by_another(half_a_run) as process:
+        before = contents(Path("runs"))
+        by = f"is in use: process {process}"
+        assert by in refused("resume", str(half_a_run))
+        fit = ["fit", "--config", str(tmp_path / "c.yaml")]
+        assert by in refused(*fit, "--trainer.logger.version=version_0")
+        assert contents(Path("runs")) == before
+        main(fit)  # which has a folder of its own
+        assert Path("runs/default/version_1/config.yaml").exists()
     main(["resume", str(half_a_run)])  # the lock has died with its process
     assert end(half_a_run)
 
@@ -280,9 +278,7 @@ def test_a_live_run_is_left_alone(held: subprocess.Popen[str], half_a_run: Path,
 @pytest.mark.slow
 def test_a_folder_for_checkpoints_has_one_writer(tmp_path: Path) -> None:
     path = config(tmp_path / "c.yaml")
-    with start_program("-c", HOLD, "shared", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with written_by_another(Path("shared")):
         assert "shared is in use" in refused("fit", "--config", path, "--checkpoint.dirpath=shared")
     assert not Path("runs").exists()
 

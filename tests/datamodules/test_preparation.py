@@ -2,14 +2,14 @@
 wrong.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import ENTRIES, contents, prepared, refused, write_article, write_text
-from paths import SUPPORT
-from programs import run_program
+from corpus import ENTRIES, prepared, refused, write_article, write_text
+from crashes import kill_and_repeat
+from paths import contents
+from programs import start_fork, wait_for_fork
 
 from mupscale.__main__ import main
 from mupscale.datamodules import documents, preparation
@@ -32,8 +32,12 @@ def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path, pytest
     text = write_text(
         tmp_path / "text", [text for pair in zip(ENTRIES[:5], ENTRIES[-5:], strict=True) for text in pair]
     )
-    done = run_program("-W", "error", SUPPORT / "crashes.py", "prepare", text, tmp_path, kills)
-    assert int(done.stdout) > 100, done.stdout
+
+    def prepare(out: Path) -> None:
+        documents.BATCH, preparation.COMMIT_SECONDS = 1000, 0.0
+        preparation.prepare(TextFiles([text]), out, vocabulary=270, val_fraction=0.2, file_tokens=1500)
+
+    assert kill_and_repeat(prepare, tmp_path, kills) > 100
 
 
 def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):
@@ -65,11 +69,13 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Pat
 @pytest.mark.slow
 def test_processes_that_start_together_make_one_folder(tmp_path: Path, article: Path):
     options = ["--vocab", "300", "--val-fraction", "0.2", "--out", tmp_path / "out"]
-    command = ["-m", "mupscale", "prepare", "text", article, *options]
-    with ThreadPoolExecutor() as pool:
-        ended = list(pool.map(lambda _: run_program(*command, status=None), range(3)))
-    assert 0 in [program.returncode for program in ended]
-    assert all("is being prepared by another process" in program.stderr for program in ended if program.returncode)
+    command = ["prepare", "text", *map(str, (article, *options))]
+    logs = [tmp_path / f"log-{index}" for index in range(3)]
+    forks = [start_fork(lambda: main(command), log) for log in logs]
+    statuses = [wait_for_fork(fork) for fork in forks]
+    assert 0 in statuses
+    for status, log in zip(statuses, logs, strict=True):
+        assert status == 0 or "is being prepared by another process" in log.read_text()
     prepared(article, tmp_path / "alone", file_tokens=preparation.FILE_TOKENS)
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import contents
 
 from mupscale.datamodules.token_writer import TokenWriter
 
@@ -20,10 +21,6 @@ def written(folder: Path, file_tokens: int = 4) -> TokenWriter:
     append(writer, DOCUMENTS)
     writer.flush()
     return writer
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_the_bytes_of_the_format(tmp_path: Path):

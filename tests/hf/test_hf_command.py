@@ -13,9 +13,8 @@ import pytest
 import torch
 import transformers
 from command_line import refused
+from crashes import kill_and_repeat
 from model_folders import edit, llama, load, logits, names, save
-from paths import SUPPORT
-from programs import run_program
 from tiers import slow_except
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -27,6 +26,9 @@ from mupscale.discovery.found import Found
 from mupscale.errors import UserError
 from mupscale.hf import in_memory as in_memory_module
 from mupscale.hf import widened_folder
+from mupscale.hf.config import wide_config
+from mupscale.hf.family import Family
+from mupscale.hf.folder import read_folder
 from mupscale.methods.noise import AdditiveNoise
 
 
@@ -256,9 +258,20 @@ def test_killed_at_any_moment_it_leaves_nothing_that_looks_whole(
     narrow: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     """Killed before an operation on files or in the middle of a write; run again, it finishes."""
+    source = read_folder(narrow)
+    # a search of seconds, which each fork would repeat
+    Family(source.model_class).found_for(source.config, wide_config(source.config, 2))
+
+    def widen(folder: Path) -> None:
+        widened_folder.CHUNK_BYTES, widened_folder.MOST_SHARD_BYTES = 4096, 40_000
+        folder.mkdir(exist_ok=True)
+        if (folder / "wide").exists():  # it is whole; its lock is an empty file, which is deleted last
+            (folder / ".wide.lock").unlink(missing_ok=True)
+        else:
+            widened_folder.upscale_folder(narrow, 2, folder / "wide")
+
     moments = 20 if pytestconfig.getoption("--all") else 3
-    run = run_program(SUPPORT / "crashes.py", "widen", narrow, tmp_path, moments)
-    assert int(run.stdout.splitlines()[-1]) > 100
+    assert kill_and_repeat(widen, tmp_path, moments) > 100
     shutil.rmtree(tmp_path)
 
 

@@ -1,7 +1,6 @@
 """Text to prepare: the embedded Jargon File as documents, in the formats that documents come in."""
 
 import gzip
-import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,11 +85,6 @@ def write_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "README.md").write_text("---\nconfigs:\n" + "".join(configs) + "---\n")
     monkeypatch.setattr(documents, "REPOSITORY", str(folder))
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="0123456789abcdef"))
-
-
-def contents(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def refused(*arguments: Any) -> str:

@@ -1,30 +1,17 @@
-"""Work that is killed at its file operations, and done again: it ends as if it had not been killed.
-
-    python crashes.py prepare TEXT FOLDER KILLS
-    python crashes.py widen NARROW FOLDER KILLS
-
-prepare a text, and widen a model folder. Processes of their own, because they fork before each run, and threads do not
-survive that.
-"""
+"""Work that is killed at its file operations, and done again: it ends as if it had not been killed."""
 
 import json
 import random
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 from kill_points import Operation, Point, Watch
+from paths import contents
 from programs import run_in_fork
 from run_ends import differences
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """The bytes of every file in a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def all_points(recorded: dict[str, list[Operation]]) -> list[Point]:
@@ -70,41 +57,3 @@ def kill_and_repeat(
         found = list(differences(observe(place), expected))
         assert found == [], f"killed at {point}: {found[:5]}"
     return len(points)
-
-
-def prepare_text(text: Path) -> Callable[[Path], object]:
-    from mupscale.datamodules import documents, preparation
-
-    documents.BATCH = 1000
-    preparation.COMMIT_SECONDS = 0.0
-    source = documents.TextFiles([text])
-    return lambda out: preparation.prepare(source, out, vocabulary=270, val_fraction=0.2, file_tokens=1500)
-
-
-def widen_folder(narrow: Path) -> Callable[[Path], object]:
-    from transformers import LlamaForCausalLM  # noqa: F401  once, before the forks
-
-    from mupscale.hf import widened_folder
-    from mupscale.hf.config import wide_config
-    from mupscale.hf.family import Family
-    from mupscale.hf.folder import read_folder
-
-    widened_folder.CHUNK_BYTES = 4096
-    widened_folder.MOST_SHARD_BYTES = 40_000
-    source = read_folder(narrow)
-    # a search of seconds, which each fork would repeat
-    Family(source.model_class).found_for(source.config, wide_config(source.config, 2))
-
-    def work(folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        if (folder / "wide").exists():  # it is whole; its lock is an empty file, which is deleted last
-            (folder / ".wide.lock").unlink(missing_ok=True)
-        else:
-            widened_folder.upscale_folder(narrow, 2, folder / "wide")
-
-    return work
-
-
-if __name__ == "__main__":
-    make = {"prepare": prepare_text, "widen": widen_folder}[sys.argv[1]]
-    print(kill_and_repeat(make(Path(sys.argv[2])), Path(sys.argv[3]), int(sys.argv[4])))
