@@ -20,15 +20,25 @@ from mupscale.callbacks.upscale import UpscaleCallback
 
 pytestmark = pytest.mark.slow
 
+KEPT = [name for name in CASES if name not in ("ddp", "fsdp2", "fsdp2 with noise")]
+"""The last case has ddp, fsdp2 and noise, and the program above a GPT-2 whose weights are sharded."""
+
 
 @pytest.fixture(scope="module")
-def distributed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What each of two processes reports of its runs."""
+def reports(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """The folder with what the processes report of all runs."""
     folder = tmp_path_factory.mktemp("distributed")
-    run_program(SUPPORT / "distributed_run.py", folder)
+    names = CASES if pytestconfig.getoption("--all") else KEPT
+    run_program(SUPPORT / "distributed_run.py", folder, *names, limit=600)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def distributed(reports: Path) -> list[dict[Any, Any]]:
+    """What each of two processes reports of its runs."""
     return [
-        torch.load(folder / f"{rank}.pt", weights_only=True)
-        | torch.load(folder / f"modules/{rank}.pt", weights_only=True)
+        torch.load(reports / f"{rank}.pt", weights_only=True)
+        | torch.load(reports / f"modules/{rank}.pt", weights_only=True)
         for rank in (0, 1)
     ]
 
@@ -128,21 +138,10 @@ def test_modules_that_do_not_know_mupscale_grow_as_on_one_process(name: str, dis
 
 # --- another number of processes
 
-KEPT = [name for name in CASES if name not in ("ddp", "fsdp2", "fsdp2 with noise")]
-"""The last case has ddp, fsdp2 and noise, and the program above a GPT-2 whose weights are sharded."""
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[Any, Any]:
-    """What every rank of every part of every run reports."""
-    folder = tmp_path_factory.mktemp("processes")
-    names = CASES if pytestconfig.getoption("--all") else KEPT
-    run_program(SUPPORT / "process_runs.py", folder, *names, limit=600)
-    return torch.load(folder / "answers.pt", weights_only=True)
-
 
 @pytest.mark.parametrize("name", slow_except(CASES, kept=KEPT))
-def test_another_number_of_processes(name: str, answers: dict[Any, Any]) -> None:
+def test_another_number_of_processes(name: str, reports: Path) -> None:
+    answers = torch.load(reports / "cases.pt", weights_only=True)
     model, noise, precision, _ = CASES[name]
     (whole,) = answers[model, noise, precision, "whole"]
     parts = answers[name]

@@ -1,7 +1,7 @@
-"""A program that trains on two CPU processes: `python distributed_run.py FOLDER`.
+"""A program that trains on two CPU processes, and cases of process_runs.py: `python distributed_run.py FOLDER CASE …`.
 
 Torch's launcher forks them, so that none has to import anything. All runs are in one program, because starting
-processes takes longer than training. Rank r writes FOLDER/r.pt.
+processes takes longer than training. Rank r writes FOLDER/r.pt; FOLDER/cases.pt has the cases.
 """
 
 import logging
@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from process_runs import STEPS, launched, left_by
+from process_runs import STEPS, launched, left_by, run_cases
 from tiny_modules import ADAMW, SGD, gpt2, mlp, rows
 from training_runs import Record, quiet_trainer
 
@@ -99,9 +99,6 @@ def fit(
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     answers = {}
     for kind in ("ddp", "fsdp"):
         for model in MAKE:
@@ -147,5 +144,10 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     collector.begin()
-    launched(2, main, Path(sys.argv[1]))
+    place = Path(sys.argv[1])
+    launched(2, main, place)
+    torch.save(run_cases(sys.argv[2:], place / "cases"), place / "cases.pt")

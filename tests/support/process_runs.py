@@ -1,19 +1,14 @@
-"""A program that trains on 2, 4 and 1 processes in turn, across a growth: `python process_runs.py FOLDER CASE …`.
+"""Trains on 2, 4 and 1 processes in turn, across a growth; distributed_run.py is the program.
 
-Torch's launcher forks the processes of each part, so that none has to import anything. FOLDER/answers.pt has what
-every rank of every part reports.
+Torch's launcher forks the processes of each part, so that none has to import anything.
 """
 
-import logging
 import os
-import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import collector  # isort: skip  before what takes long to import
 import mupscale  # first, so that torchvision can be imported beside a CPU-only torch
 
 # isort: split
@@ -119,9 +114,8 @@ def launched(processes: int, function: Callable[..., Any], *arguments: Any) -> l
     return [answers[rank] for rank in range(processes)]
 
 
-def main(folder: Path, *names: str) -> None:
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+def run_cases(names: Iterable[str], folder: Path) -> dict[Any, Any]:
+    """What every rank of every part of every run reports."""
     answers: dict[Any, Any] = {}
     for name in names:
         model, noise, precision, kinds = CASES[name]
@@ -134,9 +128,4 @@ def main(folder: Path, *names: str) -> None:
                 widen_offline(folder / name)
                 part = (*part[:3], WIDE)
             answers[name].append(launched(part[0], fit, *case, kind, folder / name, part))
-    torch.save(answers, folder / "answers.pt")
-
-
-if __name__ == "__main__":
-    collector.begin()
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    return answers
