@@ -228,11 +228,12 @@ def measured(case: Case, name: str, device: torch.device) -> Row:
 
 def matmul_peak(device: torch.device) -> float:
     """bfloat16 TFLOP/s of an 8192³ product, sustained for a second: what the device gives in practice."""
-    size = 8192 if device.type == "cuda" else 128  # a CPU without bfloat16 needs seconds for a larger one
+    # a CPU without bfloat16 needs seconds for a larger one
+    size, seconds = (8192, 1.0) if device.type == "cuda" else (128, 0.1)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
-    return 2 * size**3 * rate(lambda: a @ b, 1.0, at_once=20) / 1e12
+    return 2 * size**3 * rate(lambda: a @ b, seconds, at_once=20) / 1e12
 
 
 def compare_sides(given: argparse.Namespace, cases: list[Case]) -> Iterator[Row]:
