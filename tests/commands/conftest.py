@@ -3,10 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-import blank_figures
 import pytest
 from program_server import WITHOUT_FIGURES, Server
+
+
+def save_blank(drawn: Any, path: Path) -> list[Path]:
+    """In the place of `mupscale.commands.figures.save`: a figure is laid out, and its files stay empty."""
+    paths = [path.with_name(f"{path.name}.{ending}") for ending in ("png", "pdf")]
+    for each in paths:
+        each.touch()
+    return paths
 
 
 @pytest.fixture
@@ -23,7 +31,7 @@ def drawn_sweeps() -> None:
 def _cheap_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a second. Only tests with one of the fixtures above are about them."""
     if "rendered_figures" not in request.fixturenames:
-        monkeypatch.setattr("mupscale.commands.figures.save", blank_figures.save)
+        monkeypatch.setattr("mupscale.commands.figures.save", save_blank)
     if "drawn_sweeps" not in request.fixturenames:
         monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
 
