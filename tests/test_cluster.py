@@ -1,61 +1,50 @@
 """The command lines of docs/cluster.md, run as they stand there, with gloo on the CPU."""
 
-import json
 import re
-import select
 import shlex
 import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from paths import ROOT, SUPPORT
-from programs import SHARED_CODE, start_program
+from paths import ROOT
+from program_server import Server
 
 from mupscale.models.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.slow
 
 
-class Lines(ExitStack):
+class Lines(Server):
     """Runs command lines in a folder with the project's configurations."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
+        super().__init__(folder, INTERRUPTED_IMPORTS="launched")
         self.folder = folder
         (folder / "configs").symlink_to(ROOT / "configs")
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process = self.enter_context(start_program(SUPPORT / "launched.py", variables=SHARED_CODE, **pipes))
 
-    def answers(self, *lines: str, environments: list[dict[str, str]] | None = None) -> list[tuple[int, str]]:
-        """Exit status and output of lines that run at once."""
-        request = {
-            "lines": [shlex.split(line) for line in lines],
-            "environments": environments or [{} for _ in lines],
-            "folder": str(self.folder),
-        }
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], 300)
-        assert ready, f"{lines} do not end"
-        return [(status, output) for status, output in json.loads(self.process.stdout.readline())]
+    def answers(self, *lines: str, environments: Sequence[dict[str, str]] = ({},)) -> tuple[list[int], str]:
+        """Exit statuses and output of lines that run at once, each with its environment or all with one."""
+        self.log.write_text("")
+        requests = [
+            {"module": "launched", "arguments": [str(self.folder), environment, *shlex.split(line)]}
+            for line, environment in zip(lines, environments * (len(lines) // len(environments)), strict=True)
+        ]
+        self.start_together(*requests)
+        return [self.answer() for _ in lines], self.log.read_text()
 
-    def run(self, *lines: str, environments: list[dict[str, str]] | None = None) -> str:
+    def succeed(self, *lines: str, environments: Sequence[dict[str, str]] = ({},)) -> str:
         """The output of lines that run at once and must succeed."""
-        answers = self.answers(*lines, environments=environments)
-        assert [status for status, _ in answers] == [0] * len(lines), answers
-        return "\n".join(output for _, output in answers)
+        statuses, output = self.answers(*lines, environments=environments)
+        assert statuses == [0] * len(lines), output
+        return output
 
     def refused(self, line: str) -> str:
         """The line of mupscale in the output of a line that must fail; every process may print it."""
-        ((status, output),) = self.answers(line)
+        statuses, output = self.answers(line)
         errors = {text for text in output.splitlines() if text.startswith("error: ")}
-        assert status == 1
+        assert statuses == [1]
         assert len(errors) == 1, output
         return errors.pop()
 
@@ -89,17 +78,17 @@ def loss(output: str, steps: int) -> float:
 
 def test_the_documented_lines(lines: Lines) -> None:
     sharded, on_two_nodes, alone, ddp = documented()
-    first = loss(lines.run(sharded), 40)
+    first = loss(lines.succeed(sharded), 40)
     endpoint = f"localhost:{free_port()}"
     node = on_two_nodes.replace("$HEAD", endpoint)
-    loss(lines.run(node, node), 50)
-    loss(lines.run(alone), 60)
+    loss(lines.succeed(node, node), 50)
+    loss(lines.succeed(alone), 60)
     checkpoints = lines.folder / "runs/quickstart/version_0/checkpoints"
     kept = load_checkpoint(checkpoints / "pre-upscale-30.ckpt")
     assert kept["hyper_parameters"]["width"] == 64
     assert len(list((checkpoints / "pre-upscale-30.ckpt").glob("*.distcp"))) == 2
     assert len(list((checkpoints / "resume/step=50.ckpt").glob("*.distcp"))) == 4
-    assert loss(lines.run(ddp), 40) == pytest.approx(first, abs=1e-4)
+    assert loss(lines.succeed(ddp), 40) == pytest.approx(first, abs=1e-4)
     file = load_checkpoint(lines.folder / "runs/quickstart/version_1/checkpoints/pre-upscale-30.ckpt")
     for name, tensor in file["state_dict"].items():
         assert torch.allclose(tensor, kept["state_dict"][name], atol=1e-4), name
@@ -114,7 +103,7 @@ def test_slurm(lines: Lines) -> None:
     job = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NAME": "growth", "SLURM_NODELIST": "localhost"}
     job |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
     tasks = [job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    output = lines.run(command, command, environments=tasks)
+    output = lines.succeed(command, command, environments=tasks)
     loss(output, 5)
     assert "MEMBER: 2/2" in output
 

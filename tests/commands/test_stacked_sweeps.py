@@ -216,10 +216,9 @@ KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    one, two = (Server(tmp_path_factory.mktemp(name), **CORE_ONLY) for name in ("one", "two"))
-    with one, two:
-        yield [one, two]
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("server"), **CORE_ONLY) as made:
+        yield made
 
 
 def shared_sweep(folder: Path, out: Path) -> list[str]:
@@ -231,19 +230,19 @@ def shared_sweep(folder: Path, out: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a sweep that nobody kills."""
     folder = tmp_path_factory.mktemp("undisturbed")
     out = folder / "s"
-    servers[0].start(*shared_sweep(folder, out), "auto", folder=str(out))
-    assert servers[0].answer() == 0, servers[0].log.read_text()[-3000:]
+    server.start(*shared_sweep(folder, out), "auto", folder=str(out))
+    assert server.answer() == 0, server.log.read_text()[-3000:]
     return out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_except(KILLS, kept=["steps", "the end"]))
 def test_killed_processes_leave_no_trace(
-    kind: str, servers: list[Server], undisturbed: Path, tmp_path: Path, pytestconfig: pytest.Config
+    kind: str, server: Server, undisturbed: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     out = Path("s").resolve()
     arguments = shared_sweep(tmp_path, out)
@@ -252,12 +251,15 @@ def test_killed_processes_leave_no_trace(
         rounds = [*(KILLS["set-up"][:1] if kind == "steps" else []), *rounds[:1]]
     killed = 0
     for size, points in zip(("2", "auto", "1", "2"), rounds, strict=False):
-        for index, (server, point) in enumerate(zip(servers, points, strict=True)):
-            server.start(*arguments, size, "--part", f"{index}/2", folder=str(out), point=point)
-        killed += [server.answer() for server in servers].count(-signal.SIGKILL)
+        parts = [
+            {"arguments": [*arguments, size, "--part", f"{index}/2"], "folder": str(out), "point": point}
+            for index, point in enumerate(points)
+        ]
+        server.start_together(*parts)
+        killed += [server.answer() for _ in parts].count(-signal.SIGKILL)
     assert killed == 2 * len(rounds)
-    servers[0].start(*arguments, "3", folder=str(out))
-    assert servers[0].answer() == 0, servers[0].log.read_text()[-3000:]
+    server.start(*arguments, "3", folder=str(out))
+    assert server.answer() == 0, server.log.read_text()[-3000:]
     assert_same_sweep(out, undisturbed)
 
 

@@ -1,10 +1,10 @@
 """Runs command lines in forks of one process that has imported everything, so that interrupting them many times is
 cheap.
 
-Reads a JSON list of arguments a line, answers with the pid of its process, then, once that has ended, with its exit
-status. An object with `arguments`, `folder` and `point` instead of the list: its process is killed at that point of
-what it does to the folder (`kill_points.Point`), and draws no figures; with `counts`, a path, it writes which points
-there are. INTERRUPTED_IMPORTS names more modules to import.
+Reads a JSON list of objects a line: command lines that start at once. Answers with the pids of their processes, then,
+once each has ended, with its exit status. An object has `arguments`, for the `main` of mupscale or of a `module`; with
+`folder` and `point`, its process is killed at that point of what it does to the folder (`kill_points.Point`), and draws
+no figures. INTERRUPTED_IMPORTS names more modules to import.
 """
 
 import importlib
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kill_points import Point, Watch
 from programs import start_fork, wait_for_fork
 from torch import Tensor, nn
 
-from mupscale import __main__ as command_line
+from mupscale import __main__  # noqa: F401
 from mupscale.commands import cli, resume, sweep  # noqa: F401
 from mupscale.commands.lab import protocols, workers  # noqa: F401
 from mupscale.commands.lab import sweep as lab_sweep
@@ -44,20 +45,23 @@ class DropoutMLP(MLP):
         return DropoutNet(self.hparams["inputs"], hidden, self.hparams["outputs"])
 
 
-def run(request: Any) -> None:
-    if isinstance(request, list):
-        command_line.main(request)
+def run(
+    arguments: list[str],
+    module: str = "mupscale.__main__",
+    folder: str | None = None,
+    point: list[Any] | None = None,
+) -> None:
+    program = importlib.import_module(module)
+    if folder is None:
+        program.main(arguments)
         return
-    watch = Watch([Path(request["folder"])], Point(*request["point"]) if request.get("point") else None)
+    watch = Watch([Path(folder)], Point(*point) if point else None)
     watch.start()
     lab_sweep.draw_sweep = lambda *_: []  # type: ignore[assignment]  # figures take seconds
     try:
-        command_line.main(request["arguments"])
+        program.main(arguments)
     finally:
         watch.stop()
-        if request.get("counts"):
-            kinds = {thread: [operation.path for operation in found] for thread, found in watch.operations.items()}
-            Path(request["counts"]).write_text(json.dumps(kinds))
 
 
 def serve() -> None:
@@ -68,10 +72,10 @@ def serve() -> None:
     torch.compiler.reset()  # imports a thousand modules
     collector.begin()
     log = Path(os.environ["INTERRUPTED_LOG"])
-    for request in map(json.loads, sys.stdin):
-        pid = start_fork(partial(run, request), log)
-        print(pid, flush=True)
-        print(wait_for_fork(pid), flush=True)
+    for requests in map(json.loads, sys.stdin):
+        started = [start_fork(partial(run, **request), log) for request in requests]
+        for number in chain(started, map(wait_for_fork, started)):
+            print(number, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,18 @@
-"""Runs command lines of torchrun, and of clusters, in forks of one process that has imported everything.
-
-Reads a JSON object a line: `lines`, command lines as lists of words, which run at once, as on several machines, and
-`environments`, the variables of each. Answers with a list: exit status and output of each.
+"""Command lines of torchrun, and of clusters, in a fork of interrupted.py, which has imported everything.
 
 A line that begins with `torchrun` goes through torchrun's own `main`. Only the interpreters that it would start are
 forks, too.
 """
 
-import json
 import os
 import sys
-import tempfile
-from functools import partial
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import collector  # isort: skip  before what takes long to import
-import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
-import torch
 import torch.distributed.run as torchrun
-from programs import start_fork, wait_for_fork
 from torch.distributed.checkpoint import state_dict  # noqa: F401  before the forks
 from torch.distributed.fsdp import fully_shard  # noqa: F401
 
 from mupscale import __main__ as command_line
-from mupscale.commands import cli, resume  # noqa: F401
 
 PREFIXES = (["-u", "-m", "mupscale"], ["-m", "mupscale"])
 
@@ -49,31 +37,13 @@ original_config = torchrun.config_from_args
 torchrun.config_from_args = config_of_forks
 
 
-def run(line: list[str], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    program, *words = line
+def main(arguments: list[Any]) -> None:
+    """Arguments are the folder, variables of the environment, and the line."""
+    folder, variables, program, *words = arguments
+    os.chdir(folder)
+    os.environ.update(variables)
     if program == "torchrun":
         torchrun.main(words)
     else:
-        assert program == "python", line
+        assert program == "python", program
         command(*words)
-
-
-def serve(answers: TextIO) -> None:
-    torch.set_num_threads(1)
-    collector.begin()
-    for request in map(json.loads, sys.stdin):
-        with tempfile.TemporaryDirectory() as folder:
-            os.chdir(request["folder"])
-            outputs = [Path(folder, str(index)) for index in range(len(request["lines"]))]
-            rows = zip(request["lines"], request["environments"], outputs, strict=True)
-            started = [start_fork(partial(run, line, environment), output) for line, environment, output in rows]
-            statuses = [wait_for_fork(pid) for pid in started]
-            texts = [output.read_text() for output in outputs]
-        print(json.dumps(list(zip(statuses, texts, strict=True))), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve(answers)

@@ -42,11 +42,14 @@ class Server(ExitStack):
 
     def start(self, *arguments: str, **watched: Any) -> int:
         """Starts a command line; its process id. `watched`: where it is killed, as interrupted.py reads it."""
+        return self.start_together({"arguments": arguments, **watched})[0]
+
+    def start_together(self, *requests: dict[str, Any]) -> list[int]:
+        """Starts command lines at once; their process ids. `answer` follows for each."""
         assert self.process.stdin is not None
-        request = {"arguments": arguments, **watched} if watched else arguments
-        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.write(json.dumps(requests) + "\n")
         self.process.stdin.flush()
-        return self.answer()
+        return [self.answer() for _ in requests]
 
     def answer(self) -> int:
         """The next number that the server writes: after `start`, the exit status of the command line."""

@@ -5,7 +5,6 @@ The program reads a JSON object a line, and answers with one: {"add": options} s
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from paths import SUPPORT
+from program_server import CORE_ONLY
 from programs import start_program
 
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}"}
+ENVIRONMENT = {**CORE_ONLY, "RAY_USAGE_STATS_ENABLED": "0"}
 """For the processes of nodes, and of commands: all of them have the same code."""
 
 
