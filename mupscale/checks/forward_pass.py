@@ -15,8 +15,8 @@ from mupscale.checks.comparison import MASKED, Match, gradients_of
 from mupscale.checks.recording import hooked, leaves_of, real_floats, seed_generators
 from mupscale.widening.growth import Axis, duplicate_, narrow_length
 
-Operation = Callable[[Callable[..., Any], tuple[Any, ...], Any], None]
-"""Reads an operation, its arguments and its result."""
+Operation = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], None]
+"""Reads an operation, its arguments, those by name, and its result."""
 
 
 class Precision(TorchFunctionMode):
@@ -26,20 +26,18 @@ class Precision(TorchFunctionMode):
     A request for a smaller dtype becomes one for this one. What is read in a smaller dtype, or from another device, is
     converted, and so is what is made in float32 because no dtype is named: `torch.zeros(n)`.
 
-    `seen` is called with every tensor that an operation makes, `ran` with every operation,
-    its arguments and its result.
+    `ran` is called with every operation.
     """
 
     def __init__(
         self,
-        seen: Callable[[Tensor], None] = lambda tensor: None,
-        ran: Operation = lambda func, args, result: None,
+        ran: Operation = lambda func, args, kwargs, result: None,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
         self._larger = _LARGER[dtype]
-        self.seen, self.ran, self.device = seen, ran, device
+        self.ran, self.device = ran, device
         self._paused = False
 
     @contextmanager
@@ -61,14 +59,13 @@ class Precision(TorchFunctionMode):
             func = _METHOD_OF[self._larger[_DTYPE_OF[func]]]
         makes_new = kwargs.get("out") is None and _makes_new(func)
         args = tuple(self._converted(value, makes_new) for value in args)
-        result = func(*args, **{name: self._converted(value, makes_new) for name, value in kwargs.items()})
+        kwargs = {name: self._converted(value, makes_new) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
         if makes_new and isinstance(result, Tensor) and result.dtype in self._larger:
             dtype = self._larger[result.dtype]
             takes_gradients = result.requires_grad and result.is_leaf  # with respect to it
             result = result.detach().to(dtype).requires_grad_() if takes_gradients else result.to(dtype)
-        self.ran(func, args, result)
-        if isinstance(result, Tensor) and result.is_floating_point() and not is_under_transform(result):
-            self.seen(result.detach())
+        self.ran(func, args, kwargs, result)
         return result
 
     def _converted(self, value: Any, tensors: bool) -> Any:
@@ -135,20 +132,19 @@ def watched(
     model: nn.Module,
     call: Call,
     note: Callable[[str, Kind, Any], None] = lambda name, kind, values: None,
-    made: Callable[[Tensor], None] = lambda tensor: None,
-    ran: Operation = lambda func, args, result: None,
+    ran: Operation = lambda func, args, kwargs, result: None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     vary: int = 0,
 ) -> tuple[list[Tensor], Any]:
-    """Runs the model, and calls `note` where each module begins and ends, `made` with what each operation makes.
+    """Runs the model, and calls `note` where each module begins and ends, `ran` with each operation.
 
     Returns what the model's own forward pass returned last, and what `call` returns. The generators of random numbers
     are seeded; the model gets copies of its inputs, so that a change in place does not reach the caller's batch. With
     `vary`, inputs whose entries are all equal get other ones, and whole numbers of them differ by it.
     """
     device = next((parameter.device for parameter in model.parameters()), None)
-    mode = Precision(made, ran, device, dtype)
+    mode = Precision(ran, device, dtype)
     outputs: list[Tensor] = []
 
     def begins(name: str, given: Any) -> None:

@@ -1,9 +1,9 @@
 """What to try where two models first differ: other layouts, sides and units of the modules before that point."""
 
 import math
-from collections.abc import Iterator
-from itertools import combinations
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from itertools import combinations, product
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,27 +22,18 @@ class Change(NamedTuple):
     """One thing to try."""
 
     words: str
-    layout: tuple[Group, Layout] | None = None
-    sides: tuple[tuple[str, ...], tuple[Side, ...]] | None = None
-    units: tuple[tuple[str, ...], float, float] | None = None
-    """Names, a factor and an offset."""
+    method: Callable[..., None]
+    """Of `Hypothesis`: `choose`, `turn` or `scale`."""
+    arguments: tuple[Any, ...]
+    """Of the method; the first has the names of the tensors that it changes."""
 
-    def names(self) -> Iterator[str]:
+    def names(self) -> Collection[str]:
         """The tensors that it changes."""
-        if self.layout is not None:
-            yield from (name for name, _ in self.layout[0].axes)
-        yield from self.sides[0] if self.sides is not None else ()
-        yield from self.units[0] if self.units is not None else ()
+        first = self.arguments[0]
+        return [name for name, _ in first.axes] if isinstance(first, Group) else first
 
     def apply(self, hypothesis: Hypothesis) -> None:
-        if self.layout is not None:
-            hypothesis.choose(*self.layout)
-        if self.sides is not None:
-            for name in self.sides[0]:
-                hypothesis.turn(name, self.sides[1])
-        if self.units is not None:
-            for name in self.units[0]:
-                hypothesis.scale(name, *self.units[1:])
+        self.method(hypothesis, *self.arguments)
 
 
 class Proposals:
@@ -105,7 +96,8 @@ class Proposals:
                 uses = [self.hypothesis.uses[name] for name in own]
                 if all(each.narrow.ndim == 1 and each.growing for each in uses):
                     factor = entries_grow_by(self.hypothesis.assumed[use.name])
-                    yield Change(f"{module} carries the factor of {use.name}", units=(tuple(own), 1 / factor, 0.0))
+                    words = f"{module} carries the factor of {use.name}"
+                    yield Change(words, Hypothesis.scale, (tuple(own), 1 / factor, 0.0))
                     return
 
     def _layout_changes(self, ran: list[str]) -> Iterator[Change]:
@@ -119,7 +111,7 @@ class Proposals:
                 name, axis = next(each for each in group.axes if each[0] in own)
                 for layout in self._layouts(group):
                     if layout != self.hypothesis.assumed[name].layouts[axis]:
-                        yield Change(f"{group.key} in {_layout_words(layout)}", layout=(group, layout))
+                        yield Change(f"{group.key} in {_layout_words(layout)}", Hypothesis.choose, (group, layout))
 
     def _layouts(self, group: Group) -> Iterator[Layout]:
         n, w = group.narrow, group.wide
@@ -150,7 +142,7 @@ class Proposals:
                 seen.add(starred(name))
                 alike = tuple(other for other in self.hypothesis.uses if starred(other) == starred(name))
                 for sides in _other_sides(self.hypothesis.assumed[name].sides):
-                    yield Change(f"{starred(name)} as {sides}", sides=(alike, sides))
+                    yield Change(f"{starred(name)} as {sides}", Hypothesis.turn, (alike, sides))
 
     def _unit_changes(self, ran: list[str], ratios: list[float]) -> Iterator[Change]:
         seen = set()
@@ -166,7 +158,7 @@ class Proposals:
                         for chosen in dict.fromkeys((every, names)):
                             if (chosen, ratio, offset) not in seen:
                                 seen.add((chosen, ratio, offset))
-                                yield Change(words, units=(chosen, 1 / ratio, offset))
+                                yield Change(words, Hypothesis.scale, (chosen, 1 / ratio, offset))
 
     def _may_be_shifted(self, names: tuple[str, ...]) -> bool:
         """Whether parameters may be gains of the form 1 + w: those of a norm of an unknown type."""
@@ -210,20 +202,19 @@ class Proposals:
 
 def pairs(changes: list[Change]) -> Iterator[tuple[Change, Change]]:
     """Two changes at once: of two axes cut into the same sections, of any two layouts, or of a layout and units."""
-    layouts = [change for change in changes if change.layout is not None]
-    in_sections = [change for change in layouts if change.layout is not None and len(change.layout[1]) > 1]
-    for one, other in combinations(in_sections, 2):
-        if one.layout and other.layout and one.layout[0] != other.layout[0] and one.layout[1] == other.layout[1]:
+    layouts = [(change, *change.arguments) for change in changes if change.method is Hypothesis.choose]
+    in_sections = [row for row in layouts if len(row[2]) > 1]
+    for (one, group, layout), (other, other_group, other_layout) in combinations(in_sections, 2):
+        if group != other_group and layout == other_layout:
             yield one, other
     layouts = layouts[:_MOST_PAIRED]
-    others = [change for change in changes if change.units is not None]
-    for one, other in combinations(layouts, 2):
-        if one.layout and other.layout and one.layout[0] != other.layout[0]:
+    for (one, group, _), (other, other_group, _) in combinations(layouts, 2):
+        if group != other_group:
             yield one, other
-    for one in layouts:
-        for other in others:
-            if one.layout and other.units and any(name in other.units[0] for name, _ in one.layout[0].axes):
-                yield one, other
+    of_units = [change for change in changes if change.method is Hypothesis.scale]
+    for (one, _, _), other in product(layouts, of_units):
+        if not set(one.names()).isdisjoint(other.names()):
+            yield one, other
 
 
 def _layout_words(layout: Layout) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mupscale._torch import tree_leaves
 from mupscale.checks.forward_pass import Call, Kind, Precision, floats_of, named_gradients, watched, weighted_sum
@@ -105,12 +104,12 @@ class _Layer:
     def __post_init__(self) -> None:
         self.parameters = {name: each for name, each in self.module.named_parameters() if is_inexact(each)}
 
-    def outputs(self) -> Iterator[Tensor]:
+    def outputs(self, mode: Precision | None = None) -> Iterator[Tensor]:
         """The first floating-point output of each call."""
         for given in self.inputs:
             args, kwargs = _copy_inputs(given, self.module)
             try:
-                with Precision():
+                with mode or Precision():
                     outputs = floats_of(self.module(*args, **kwargs))
             except Exception as error:  # whatever a layer does apart from its model
                 raise _NoIdentity(f"cannot be run by itself ({one_line(error, 100)})") from error
@@ -166,7 +165,7 @@ def _recorded_layers(twin: nn.Module, lists: Sequence[str], call: Call) -> dict[
             by_name[name].inputs.append(_copy_inputs(values, twin))
 
     with torch.no_grad():
-        watched(twin, call, note, lambda tensor: None)
+        watched(twin, call, note)
     idle = [name for name, layer in by_name.items() if not layer.inputs]
     if idle:
         raise UserError(f"call(model) does not run {idle[0]!r}, so what makes it the identity is not found")
@@ -242,12 +241,20 @@ def _last_uses(layer: _Layer) -> tuple[list[str], set[str]]:
     def begins(name: str, given: Any) -> None:
         owners[name] = _copy_inputs(given, layer.module)
 
-    uses = _LastUse({id(parameter): name for name, parameter in layer.parameters.items()})
-    with hooked(with_vectors, begins, lambda name, output: None), uses:
-        for _ in layer.outputs():
+    names = {id(parameter): name for name, parameter in layer.parameters.items()}
+    order: dict[str, None] = {}
+
+    def note_uses(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # a shape is no use
+            for name in [names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in names]:
+                order.pop(name, None)
+                order[name] = None
+
+    with hooked(with_vectors, begins, lambda name, output: None):
+        for _ in layer.outputs(Precision(note_uses)):
             pass
     gains = {name for owner, inputs in owners.items() for name in _shifted_gains(layer, owner, inputs)}
-    return list(uses.order), gains
+    return list(order), gains
 
 
 def _shifted_gains(layer: _Layer, owner: str, inputs: Any) -> Iterator[str]:
@@ -264,22 +271,3 @@ def _shifted_gains(layer: _Layer, owner: str, inputs: Any) -> Iterator[str]:
     zeros = dict.fromkeys(names, 0.0)
     if not returns_zeros(zeros):
         yield from (name for name in names if returns_zeros({**zeros, name: -1.0}))
-
-
-class _LastUse(TorchFunctionMode):
-    """Notes the order of the last uses of tensors, by their names."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.names = names
-        self.order: dict[str, None] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # a shape is no use
-            for leaf in tree_leaves((args, kwargs)):
-                name = self.names.get(id(leaf))
-                if name is not None:
-                    self.order.pop(name, None)
-                    self.order[name] = None
-        return result

@@ -88,14 +88,16 @@ class Hypothesis:
         axes[axis] = axes[axis]._replace(pieces=layout)
         self.assumed[name] = replace(self.assumed[name], axes=tuple(axes))
 
-    def turn(self, name: str, sides: tuple[Side, ...]) -> None:
-        """Gives the axes of a parameter other sides."""
-        self.assumed[name] = replace(self.assumed[name], axes=tuple(map(Axis, self.assumed[name].layouts, sides)))
+    def turn(self, names: Iterable[str], sides: tuple[Side, ...]) -> None:
+        """Gives the axes of parameters other sides."""
+        for name in names:
+            self.assumed[name] = replace(self.assumed[name], axes=tuple(map(Axis, self.assumed[name].layouts, sides)))
 
-    def scale(self, name: str, unit: float, offset: float = 0.0) -> None:
-        """Multiplies a tensor, or offset + tensor, by a further number."""
-        old = self.assumed[name]
-        self.assumed[name] = replace(old, rescale=old.rescale * unit, offset=offset or old.offset)
+    def scale(self, names: Iterable[str], unit: float, offset: float) -> None:
+        """Multiplies tensors, or offset + tensor, by a further number."""
+        for name in names:
+            old = self.assumed[name]
+            self.assumed[name] = replace(old, rescale=old.rescale * unit, offset=offset or old.offset)
 
     @torch.no_grad()
     def write(self, names: Iterable[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from mupscale._torch import is_under_transform
 from mupscale.checks.comparison import Match, Planned, match
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.recording import buffers_kept
@@ -137,7 +138,7 @@ class Recording:
         """Into which sections the model cuts axes."""
         self._made: list[Tensor] = []
         with buffers_kept(model):
-            outputs = _run(model, call, self._note, self._made.append, lambda *ran: self.cuts.extend(cuts_of(*ran)))
+            outputs = _run(model, call, self._note, self._ran)
             self._note("", "returns", outputs)
 
     @property
@@ -147,6 +148,16 @@ class Recording:
     def _note(self, name: str, kind: Kind, values: Any) -> None:
         self.events.append(Event(name, kind, _copies(values), [*self._made]))
         self._made.clear()
+
+    def _ran(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self._made += _floats_made(result)
+        self.cuts += cuts_of(func, args, result)
+
+
+def _floats_made(result: Any) -> list[Tensor]:
+    """What an operation has made, if this is a floating-point tensor that can be looked at."""
+    is_float = isinstance(result, Tensor) and result.is_floating_point() and not is_under_transform(result)
+    return [result.detach()] if is_float else []
 
 
 def _copies(values: Any) -> list[Tensor]:
@@ -202,7 +213,7 @@ def compare(
 
     try:
         with torch.set_grad_enabled(with_graph), buffers_kept(hypothesis.wide) as changed:
-            note("", "returns", _run(hypothesis.wide, call, note, made.append))
+            note("", "returns", _run(hypothesis.wide, call, note, lambda *ran: made.extend(_floats_made(ran[-1]))))
     except _Stop:
         pass
     else:

@@ -322,7 +322,7 @@ def _is_symmetric(assumed: Growth, axes: Sequence[int]) -> bool:
 def _turn(hypothesis: Hypothesis, names: Names) -> None:
     swapped: dict[Side, Side] = {"in": "out", "out": "in", None: None}
     for name in names:
-        hypothesis.turn(name, tuple(swapped[side] for side in hypothesis.assumed[name].sides))
+        hypothesis.turn([name], tuple(swapped[side] for side in hypothesis.assumed[name].sides))
 
 
 def _flat(groups: Sequence[Names]) -> Names:

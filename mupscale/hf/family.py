@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from mupscale.checks.recording import float64_copy
 from mupscale.discovery.discover import confirm, cuts_between, discover
@@ -103,17 +104,14 @@ class Family:
 
     def small_model(self, config: PretrainedConfig) -> Any:
         """A small model in float64, because units are read off constants that models keep in their own precision."""
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
         try:
-            if hasattr(self.model_class, "from_config"):
-                return self.model_class.from_config(config, dtype=torch.float64, trust_remote_code=False)
-            return self.model_class(config).double()
+            with local_torch_dtype(torch.float64):
+                if hasattr(self.model_class, "from_config"):
+                    return self.model_class.from_config(config, dtype=torch.float64, trust_remote_code=False)
+                return self.model_class(config).double()
         except Exception as error:  # whatever it is, the small sizes have caused it
             reason = one_line(error, 200)
             raise CannotShrink(f"no small {config.model_type} can be built to find how it grows: {reason}") from error
-        finally:
-            torch.set_default_dtype(default)
 
     def working_call(self, model: Any) -> Call:
         """The given forward pass where it runs the small model, whose vocabulary is smaller; else the default one."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from mupscale.checks.forward_pass import floats_of
 from mupscale.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -95,19 +96,10 @@ def logits_of(output: Any) -> Any:
 
 def difference(before: Any, after: Any) -> float | str:
     """The largest difference of logits, or of the first output of one shape, relative to it; or why there is none."""
-    before, after = _tensors(before), _tensors(after)
-    kept = [name for name in before if name in after and before[name].shape == after[name].shape]
-    if not kept:
-        return "all of its outputs are as wide as the model"
-    name = "logits" if "logits" in kept else kept[0]
-    return float((after[name] - before[name]).abs().max() / before[name].abs().max().clamp_min(1e-30))
-
-
-def _tensors(output: Any) -> dict[str, Tensor]:
-    if isinstance(output, Tensor):
-        return {"output": output}
-    items = output.items() if hasattr(output, "items") else enumerate(output)
-    return {str(name): value for name, value in items if isinstance(value, Tensor) and value.is_floating_point()}
+    for one, other in zip(floats_of(logits_of(before)), floats_of(logits_of(after)), strict=False):
+        if one.shape == other.shape:
+            return float((other - one).abs().max() / one.abs().max().clamp_min(1e-30))
+    return "all of its outputs are as wide as the model"
 
 
 @contextlib.contextmanager

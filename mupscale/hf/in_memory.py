@@ -117,17 +117,15 @@ def _refuse_unless_pretrained(model: object) -> None:
 def _wide_model(narrow: "PreTrainedModel", config: "PretrainedConfig") -> "PreTrainedModel":
     """A fresh wide model: its buffers are what a newly loaded one computes, its weights are not set."""
     from transformers.initialization import no_init_weights
+    from transformers.modeling_utils import local_torch_dtype
 
     parameter = next(narrow.parameters())
     config._attn_implementation = narrow.config._attn_implementation
-    default = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(parameter.dtype if parameter.is_floating_point() else default)
+    dtype = parameter.dtype if parameter.is_floating_point() else torch.get_default_dtype()
+    with local_torch_dtype(dtype):
         with parameter.device, no_init_weights():
             wide = type(narrow)(config)
         wide.tie_weights()  # which is a part of the initialisation
-    finally:
-        torch.set_default_dtype(default)
     narrow_parameters = dict(narrow.named_parameters())
     for name, target in wide.named_parameters():
         if name in narrow_parameters:
