@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from no_float32 import float64_everywhere
 from torch import Tensor, nn
 from zoo_entry import Entry, in_its_dtype, loss, outputs
 
 import mupscale
+from mupscale.checks.forward_pass import Precision
 from mupscale.errors import UserError
 
 WARM_UP = 4
@@ -96,7 +96,7 @@ def trial(entry: Entry, factor: float = 2, *, as_shipped: bool = False) -> Outco
     start = time.perf_counter()
     seconds = [0.0]
     try:
-        with nullcontext() if as_shipped else float64_everywhere():
+        with nullcontext() if as_shipped else Precision():
             drift, reload = _run(entry, factor, seconds)
     except UserError as refusal:
         took = time.perf_counter() - start
@@ -159,7 +159,7 @@ def depth_trials(entry: Entry) -> Iterator[Outcome]:
     for field in fields:
         name, start = f"{entry.name} {field}", time.perf_counter()
         try:
-            with float64_everywhere():
+            with Precision():
                 drift, reload = _deepen(entry, {field: 2 * numbers[field]})
             verdict = "exact" if max(drift, reload) <= 1e-9 else "WRONG"
             yield Outcome(name, verdict, drift, reload, seconds=time.perf_counter() - start)
