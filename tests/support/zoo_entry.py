@@ -69,64 +69,36 @@ def loss(model: nn.Module, batch: Inputs) -> Tensor:
 # ---- inputs --------------------------------------------------------------------------------------------------------
 
 
-def token_ids(length: int = LENGTH, last: int | None = None) -> Tensor:
-    ids = torch.randint(3, VOCABULARY, (2, length))
-    if last is not None:
-        ids[:, -1] = last
-    return ids
+def given(last: int | None = None, **shapes: tuple[int, ...]) -> Callable[[], Inputs]:
+    """Two random rows of each shape: tokens where the name ends in `ids`, with `last` as the last one of a row."""
+
+    def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+        if not name.endswith("ids"):
+            return torch.randn(2, *shape)
+        ids = torch.randint(3, VOCABULARY, (2, *shape))
+        if last is not None:
+            ids[:, -1] = last
+        return ids
+
+    return lambda: {name: drawn(name, shape) for name, shape in shapes.items()}
 
 
-def text() -> Inputs:
-    return {"input_ids": token_ids()}
-
-
-def long_text() -> Inputs:
-    return {"input_ids": token_ids(16)}
-
-
-def translation() -> Inputs:
-    return {"input_ids": token_ids(), "decoder_input_ids": token_ids(7)}
-
-
-def long_translation() -> Inputs:
-    return {"input_ids": token_ids(16), "decoder_input_ids": token_ids(8)}
-
-
-def images(size: int, channels: int = 3) -> Callable[[], Inputs]:
-    return lambda: {"pixel_values": torch.randn(2, channels, size, size)}
+def images(size: int) -> Callable[[], Inputs]:
+    return given(pixel_values=(3, size, size))
 
 
 def masked_images() -> Inputs:
     return images(16)() | {"noise": torch.rand(2, 16)}
 
 
-def videos() -> Inputs:
-    return {"pixel_values": torch.randn(2, 4, 3, 16, 16)}
-
-
-def pairs() -> Inputs:
-    return images(16)() | {"input_ids": token_ids(last=2)}
-
-
-def spectrograms() -> Inputs:
-    return {"input_features": torch.randn(2, 4, 16), "decoder_input_ids": token_ids(7)}
-
-
-def speech() -> Inputs:
-    return {"input_values": torch.randn(2, 200)}
-
-
-def waves() -> Inputs:
-    return {"input_values": torch.randn(2, 2000), "decoder_input_ids": token_ids(7)}
-
-
-def frames() -> Inputs:
-    return {"input_features": torch.randn(2, 12, 4), "decoder_input_ids": token_ids(7)}
-
-
-def spectra() -> Inputs:
-    return {"input_values": torch.randn(2, 16, 8)}
-
-
-def timm_images(size: int) -> Callable[[], Inputs]:
-    return lambda: {"x": torch.randn(2, 3, size, size)}
+text = given(input_ids=(LENGTH,))
+long_text = given(input_ids=(16,))
+translation = given(input_ids=(LENGTH,), decoder_input_ids=(7,))
+long_translation = given(input_ids=(16,), decoder_input_ids=(8,))
+videos = given(pixel_values=(4, 3, 16, 16))
+pairs = given(last=2, pixel_values=(3, 16, 16), input_ids=(LENGTH,))
+spectrograms = given(input_features=(4, 16), decoder_input_ids=(7,))
+speech = given(input_values=(200,))
+waves = given(input_values=(2000,), decoder_input_ids=(7,))
+frames = given(input_features=(12, 4), decoder_input_ids=(7,))
+spectra = given(input_values=(16, 8))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo_entry import CLASSES, Entry, Inputs, timm_images
+from zoo_entry import CLASSES, Entry, Inputs, given
 
 
 def timm_entry(
@@ -50,7 +50,7 @@ def times(*sizes: int) -> Callable[[Any], Any]:
 
 
 def timm_entries() -> list[Entry]:
-    small, medium, large = timm_images(16), timm_images(32), timm_images(64)
+    small, medium, large = (given(x=(3, size, size)) for size in (16, 32, 64))
     vit = {"img_size": 16, "patch_size": 4, "depth": 2, "embed_dim": times(32), "num_heads": times(4)}
     swin = {"img_size": 16, "patch_size": 2, "window_size": 4, "depths": (2, 1), "embed_dim": times(8)}
     swin |= {"num_heads": times(2, 4)}
