@@ -7,7 +7,7 @@ import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mupscale.atomic import missing_folders, remove_empty
 from mupscale.errors import UserError
 
 TIMEOUT = 30.0
@@ -55,7 +56,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
     On one file system a move is atomic, so other processes see a whole file or none. Each process has a temporary
     folder of its own.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = missing_folders(folder)
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,11 +65,8 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
             raise UserError(f"data_dir: {folder} lacks the data set, and cannot be written to ({error})") from error
         with temporary as path:
             yield Path(path)
-    except BaseException:
-        for made in missing:
-            with suppress(OSError):  # it was not made after all, or is no longer empty
-                made.rmdir()
-        raise
+    finally:
+        remove_empty(missing)
 
 
 @contextmanager

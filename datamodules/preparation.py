@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from mupscale.atomic import locked, partial, write_durably
+from mupscale.atomic import locked, partial, remove_empty, write_durably
 from mupscale.data_files import interpreting, json_of, refuse_links
 from mupscale.datamodules.documents import Source, Unusable
 from mupscale.datamodules.token_files import PREPARED, PROGRESS, SPLITS
@@ -305,9 +305,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         with locked(folder / LOCK, f"--out {folder} is being prepared by another process"):
             yield
     finally:
-        for path in made:
-            with suppress(OSError):  # not empty
-                path.rmdir()
+        remove_empty(made)
 
 
 def remove(folder: Path) -> None:
@@ -316,9 +314,7 @@ def remove(folder: Path) -> None:
     splits = [folder / split for split in SPLITS]
     for path in (*files, *map(partial, files), *(path for split in splits for path in split.glob("*.ds*"))):
         path.unlink(missing_ok=True)
-    for split in splits:
-        with suppress(OSError):  # missing, or not empty
-            split.rmdir()
+    remove_empty(splits)
 
 
 # --- vocabularies

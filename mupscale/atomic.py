@@ -3,8 +3,8 @@
 import os
 import platform
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -115,3 +115,14 @@ def delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """What of a folder, and of those that it is in, does not exist: what `mkdir(parents=True)` makes."""
+    return [each for each in (folder, *folder.parents) if not each.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # it was not made, or another process has put something there
+            folder.rmdir()

@@ -10,11 +10,10 @@ import platform
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from mupscale.atomic import write_durably
+from mupscale.atomic import missing_folders, remove_empty, write_durably
 from mupscale.commands.config import Config, brief, class_name, dictionary, differences, read_json
 from mupscale.data_files import META, METADATA, damage_in, data_in, interpreting, json_of, read_yaml
 from mupscale.errors import UserError
@@ -44,7 +43,7 @@ class Claim:
     def __init__(self, folder: Path) -> None:
         """Raises a UserError if another process has it."""
         self.folder = folder.absolute()
-        self._made = _missing(self.folder)
+        self._made = missing_folders(self.folder)
         if self.folder in _held:
             raise Taken(f"{folder} is already in use by this process")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +82,7 @@ class Claim:
             lock.unlink(missing_ok=True)
         elif lock.exists() and not lock.stat().st_size:
             lock.unlink()
-        _remove_empty(self._made)
+        remove_empty(self._made)
         self._file.close()
 
 
@@ -120,16 +119,6 @@ def read_result(folder: Path) -> dict[str, Any]:
         return {**content, "validation": validation, "growths": growths, **value}
 
 
-def _missing(folder: Path) -> list[Path]:
-    return [each for each in (folder, *folder.parents) if not each.exists()]
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    for folder in folders:
-        with suppress(OSError):  # it was not made, or another process has put something there
-            folder.rmdir()
-
-
 class Leftovers:
     """The files that appear in a run's folder from `watch` on. `remove` deletes them, and folders made for them."""
 
@@ -141,7 +130,7 @@ class Leftovers:
     def watch(self, folder: Path) -> None:
         self._folder = folder
         self._before = set(folder.rglob("*")) if folder.is_dir() else set()
-        self._missing = _missing(folder)
+        self._missing = missing_folders(folder)
 
     def remove(self) -> None:
         if self._folder is None:
@@ -152,7 +141,7 @@ class Leftovers:
             for path in set(self._folder.rglob("*")) - self._before:
                 if path.is_file() or path.is_symlink():
                     path.unlink(missing_ok=True)
-        _remove_empty(self._missing)
+        remove_empty(self._missing)
 
 
 # --- its checkpoints

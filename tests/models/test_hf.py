@@ -21,7 +21,7 @@ from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.checks.forward_pass import Precision
 from mupscale.errors import UserError
-from mupscale.hf.causal_lm import config_of, save
+from mupscale.hf.causal_lm import config_of, save, weights_in
 from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.checkpoint import Size, load_checkpoint
 from mupscale.models.hf import CausalLMNet, HFCausalLM
@@ -274,7 +274,6 @@ BAD_FOLDERS: dict[str, str] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_FOLDERS)
 def test_bad_folders(name: str, released: Path, tmp_path: Path) -> None:
     content = json.loads((released / "config.json").read_text())
@@ -285,7 +284,7 @@ def test_bad_folders(name: str, released: Path, tmp_path: Path) -> None:
         content["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
     (released / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=BAD_FOLDERS[name]) as error:
-        fit(module(config=None, folder=str(released)), tmp_path, steps=1)
+        weights_in(released)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "executed").exists()
 
