@@ -1,6 +1,7 @@
 """The paper's cost figures to every printed digit, from the operations that our networks do."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def resnet18_flops(width: int) -> float:
     return ResNet18(width).training_flops(labelled(2, 3, 32, 32)) / 2 + 2 * 3 * width * 9 * 32 * 32
 
 
+@cache
 def gpt2_flops(width: int) -> float:
     """Per token of a full context, with biases and norms, which are in no matrix product."""
     module = GPT2(width, layers=12)
