@@ -211,7 +211,7 @@ class Swap:
             try:
                 refuse_uneven_groups(continued, wide, after)
             except UserError as error:
-                raise RefusedSwap(f"{type(module).__name__}.{error}") from error
+                raise RefusedSwap(f"{type(module).__name__}.configure_optimizers: {error}") from error
         source_of = continuation.sources()
         sources: list[Source] = []
         for group in after.param_groups:
@@ -289,13 +289,10 @@ def refuse_shared_rates(
         rule, groups = rule_of(scheduler.optimizer), scheduler.optimizer.param_groups
         group_of = {names.get(id(parameter)): group for group in groups for parameter in group["params"]}
         entries = [entry for entry in growth.parameters.values() if entry.origin in group_of]
-        try:
-            factors = {rule.scale(group_of[entry.origin], rates_of(entry)).lr for entry in entries}
-            schedule = f"configure_optimizers: {type(scheduler).__name__}"
-            remedy = "Use a schedule relative to each group's rate: eta_min = 0, LambdaLR or LinearLR"
-            refuse_one_rate_for_all(scheduler.state_dict(), factors, schedule, remedy)
-        except UserError as error:
-            raise UserError(f"{type(module).__name__}.{error}") from error
+        factors = {rule.scale(group_of[entry.origin], rates_of(entry)).lr for entry in entries}
+        schedule = f"{type(module).__name__}.configure_optimizers: {type(scheduler).__name__}"
+        remedy = "Use a schedule relative to each group's rate: eta_min = 0, LambdaLR or LinearLR"
+        refuse_one_rate_for_all(scheduler.state_dict(), factors, schedule, remedy)
 
 
 class OwnBatches:

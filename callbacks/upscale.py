@@ -441,15 +441,13 @@ class UpscaleCallback(Swap, Strides):
     def planned(self, module: Growable, before: Size) -> Plan:
         """The plan of the swap. Raises a UserError if the size before it, or the noise, does not fit."""
         self._refuse_fixed_depth(module)
-        with generators_kept([]):  # building a network must not move the run's random numbers
-            try:
-                narrow, wide = (module.network(*size, meta=True) for size in (before, self.size_after(before)))
-                residual = growth_check.pending_residual(narrow, wide, self.depth, self.residual)
-                depth = growth_check.depth_between(narrow, wide, self.depth)
-                growth = self.method.plan(narrow, wide, Hints(depth=depth, residual=residual))
-            except ValueError as error:
-                there = f"the width before it, {before.width}" if self.layers is None else f"the {before} before it"
-                raise UserError(f"{self._goal} does not fit {there}: {error}") from error
+        there = f"the width before it, {before.width}" if self.layers is None else f"the {before} before it"
+        refusals = prefix_errors(f"{self._goal} does not fit {there}", ValueError)
+        with refusals, generators_kept([]):  # building a network must not move the run's random numbers
+            narrow, wide = (module.network(*size, meta=True) for size in (before, self.size_after(before)))
+            residual = growth_check.pending_residual(narrow, wide, self.depth, self.residual)
+            depth = growth_check.depth_between(narrow, wide, self.depth)
+            growth = self.method.plan(narrow, wide, Hints(depth=depth, residual=residual))
         with prefix_errors("UpscaleCallback.noise", ValueError):
             self.method.choose_noise(self.noise, growth, narrow)
         return growth

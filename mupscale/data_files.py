@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from mupscale.errors import UserError
+from mupscale.errors import UserError, prefix_errors
 
 DEEPEST = 100
 """Levels of a YAML file. yaml's C library overflows the stack, and so ends the process, at some ten thousand."""
@@ -72,10 +72,8 @@ def yaml_of(text: str, loader_class: Any = LOADER) -> Any:
 
 def read_yaml(path: Path, loader_class: Any = LOADER) -> Any:
     """The content of a YAML file. Raises a UserError if it cannot be read."""
-    try:
+    with prefix_errors(f"{path} is not YAML that can be read", OSError, ValueError, yaml.YAMLError):
         return yaml_of(path.read_text(), loader_class)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
 
 
 @contextmanager

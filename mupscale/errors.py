@@ -48,7 +48,8 @@ def prefix_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except handled as error:
-        raise UserError(f"{what}: {error}") from error
+        message = str(error) if isinstance(error, UserError) else one_line(error)
+        raise UserError(f"{what}: {message}") from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mupscale.callbacks.swap import refuse_shared_rates
 from mupscale.callbacks.upscale import swaps_of
 from mupscale.commands.cli import parsed, refuse_optimizer
-from mupscale.errors import UserError
+from mupscale.errors import UserError, prefix_errors
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models._lightning import optimizers_of, schedulers_of
 from mupscale.models.base import Growable, doubled, has_own_optimizers, refuse_bad_hyperparameters
@@ -121,12 +121,10 @@ def refuse_own_rates(module: Growable, narrow: nn.Module, wide: nn.Module, plan:
     made, grown = made_for(module, narrow), made_for(module, wide)
     if made is None or grown is None:
         return
-    try:
+    with prefix_errors(f"{type(module).__name__}.configure_optimizers"):
         for before, after in zip(made.optimizers, grown.optimizers, strict=False):
             continued = Continuation(plan, narrow, before, wide, method.mup_rates).groups()
             refuse_uneven_groups(continued, wide, after)
-    except UserError as error:
-        raise UserError(f"{type(module).__name__}.{error}") from error
     refuse_shared_rates(module, narrow, made.schedulers, plan, method.mup_rates)
 
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from mupscale.base_shapes import apply_mup
 from mupscale.commands.cli import descendants, import_classes, is_abstract
-from mupscale.errors import UserError, one_line
+from mupscale.errors import UserError, one_line, prefix_errors
 from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
@@ -54,11 +54,9 @@ def module_of(checkpoint: dict[str, Any], model: str | None = None) -> Growable:
     for key, value in settings.items():
         if not _is_data(value):
             raise UserError(f"the checkpoint has hyper_parameters.{key} of type {type(value).__name__}, wanted data")
-    try:
+    with prefix_errors(f"the checkpoint's hyper_parameters do not fit {kind.__name__}", *MAKING_ERRORS):
         module = kind(**settings | {"init_from": None})
         module.network(*module.size, meta=True)
-    except MAKING_ERRORS as error:
-        raise UserError(f"the checkpoint's hyper_parameters do not fit {kind.__name__}: {one_line(error)}") from error
     return module
 
 
@@ -69,11 +67,8 @@ def load_weights(module: Growable, net: nn.Module, weights: dict[str, Tensor], *
     """
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
     refuse_other_kinds(net.state_dict(), own)
-    try:
+    with prefix_errors(f"the checkpoint's weights are not those of a {type(module).__name__}", RuntimeError):
         net.load_state_dict(own, assign=assign)
-    except RuntimeError as error:
-        name = type(module).__name__
-        raise UserError(f"the checkpoint's weights are not those of a {name}: {one_line(error)}") from error
 
 
 def _loaded_model(class_path: str) -> type[Growable] | None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from mupscale.errors import UserError, one_line
+from mupscale.errors import UserError, prefix_errors
 from mupscale.hf.folder import read_folder, read_json, without_implementations
 from mupscale.hf.forward_pass import quiet
 
@@ -40,10 +40,9 @@ def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
         unknown = [name for name in fields if name not in known]
         if unknown:
             raise UserError(f"a {kind} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    try:
+    # transformers and huggingface_hub raise many kinds
+    with prefix_errors(f"these fields do not make a {kind}", Exception):
         config = config_class.from_dict({name: value for name, value in fields.items() if name != "model_type"})
-    except Exception as error:  # transformers and huggingface_hub raise many kinds
-        raise UserError(f"these fields do not make a {kind}: {one_line(error)}") from error
     return without_implementations("the configuration", config)
 
 
@@ -79,19 +78,17 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """The weights of a folder, one safetensors file or many, by the names that a model of its configuration has."""
     config = config_in(folder)
-    try:
-        with quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                dtype="auto",
-            )
-    except Exception as error:  # transformers and safetensors raise many kinds
-        raise UserError(f"{folder}: its weights cannot be loaded: {one_line(error)}") from error
+    # transformers and safetensors raise many kinds
+    with prefix_errors(f"{folder}: its weights cannot be loaded", Exception), quiet():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            dtype="auto",
+        )
     model, notes = loaded
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(map(str, notes.get(what) or ()))

@@ -18,7 +18,7 @@ from mupscale.checks.recording import float64_copy
 from mupscale.discovery.discover import confirm, cuts_between, discover
 from mupscale.discovery.found import Found
 from mupscale.discovery.passes import PairedCut
-from mupscale.errors import UserError, one_line
+from mupscale.errors import UserError, one_line, prefix_errors
 from mupscale.hf.config import fields_of, parts, wide_config
 from mupscale.hf.config_shrunken import shrunken
 from mupscale.hf.forward_pass import Call, default_call, difference, quiet, whole_rows
@@ -197,10 +197,9 @@ def _refuse_sizes(wide: Any, call: Call) -> None:
 
 def on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """A model without memory for its weights. UserError where the configuration makes none."""
-    try:
+    # whatever it is, the configuration's values have caused it
+    with prefix_errors(f"the configuration does not make a {model_class.__name__}", Exception):
         with torch.device("meta"), no_init_weights():
             model = model_class(config)
         model.tie_weights()  # which is a part of the initialisation
         return model
-    except Exception as error:  # whatever it is, the configuration's values have caused it
-        raise UserError(f"the configuration does not make a {model_class.__name__}: {one_line(error)}") from error

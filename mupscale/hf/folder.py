@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mupscale.data_files import json_of
-from mupscale.errors import UserError, needs_extra, one_line
+from mupscale.errors import UserError, needs_extra, one_line, prefix_errors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -315,10 +315,9 @@ def _config(path: Path, settings: dict[str, Any]) -> "PretrainedConfig":
             f"{path / CONFIG_FILE} has model_type {kind!r}, which the installed transformers does not have; "
             "a newer version may"
         )
-    try:
+    # whatever it is, the file's values have caused it
+    with prefix_errors(f"{path / CONFIG_FILE} is not a configuration of a {kind} model", Exception):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever it is, the file's values have caused it
-        raise UserError(f"{path / CONFIG_FILE} is not a configuration of a {kind} model: {one_line(error)}") from error
     return without_implementations(path / CONFIG_FILE, config)
 
 

@@ -169,7 +169,7 @@ def refuse_uneven_groups(continued: list[Group], wide: nn.Module, wide_opt: Opti
             key = _first_difference(one, other)
             if key is not None:
                 raise UserError(
-                    f"configure_optimizers: {names[id(known[0])]} and {names[id(parameter)]} are in one group of the "
+                    f"{names[id(known[0])]} and {names[id(parameter)]} are in one group of the "
                     f"wide model, but need different values of {key} ({float(one[key]):.4g} and "
                     f"{float(other[key]):.4g}) to continue. Call mupscale.apply_mup(optimizer, self.net) there, or "
                     "give them groups of their own"
