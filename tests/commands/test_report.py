@@ -96,7 +96,7 @@ def test_other_files_are_not_overwritten():
     report(out="again")
     assert Path("again/summary.json").is_file()
     Path("file").write_text("")
-    with pytest.raises(ValueError, match="--out file is a file"):
+    with pytest.raises(ValueError, match="--out file is not a folder"):
         report(out="file")
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shlex
 import shutil
 import tempfile
 from functools import partial
@@ -14,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mupscale.commands.config import brief
 from mupscale.commands.figures import PALETTE
+from mupscale.commands.process import command_line, refuse_output_folder
 from mupscale.commands.reporting import words
 from mupscale.commands.reporting.draw import Picture, draw_figures, picture
 from mupscale.commands.reporting.folders import EDGE, Found
@@ -39,8 +39,7 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     PosixPath('report/index.html')
     """
     stale = files_of_report(out)
-    command = shlex.join(["python", "-m", "mupscale", "report", *map(str, folders), "--out", str(out)])
-    report = Report(folders, command)
+    report = Report(folders, command_line("report", *folders, "--out", out))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as draft:
         names = report.write(Path(draft))
@@ -55,10 +54,9 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
 def files_of_report(out: Path) -> list[str]:
     """The names of the files of the report in `out`, from its summary; none if it has no summary, is new or empty.
 
-    Raises a UserError if it has other files but no report.
+    Raises a UserError if it cannot be written to, or has other files but no report.
     """
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; name a folder for the report")
+    refuse_output_folder("--out", out)
     if not out.exists() or not any(out.iterdir()):
         return []
     try:
