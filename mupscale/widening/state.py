@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError, refuse_unless_level
-from mupscale.sharding import gathered, own_part, whole
+from mupscale.sharding import gathered, own_part
 from mupscale.widening import table
 from mupscale.widening.growth import Growth, duplicate_
 from mupscale.widening.layers import standing_in
@@ -344,7 +344,7 @@ class Continuation:
         to_copies: bool,
     ) -> None:
         """Moves state by name and state rule, freeing it by `consume`; without `to_copies`, to first copies only."""
-        narrow_opt, rule = self.optimizer, self.rule
+        narrow_opt, rule, resets = self.optimizer, self.rule, self.state == "reset_new_copies"
         if consume and narrow_opt is not self.given:
             self.given.state.clear()  # the stand-in has it
         if self.state == "reset":
@@ -361,20 +361,24 @@ class Continuation:
             target, entry = self.targets[name], self.plan.parameters[name]
             if source not in narrow_opt.state or id(target) not in group_of:
                 continue
+            group = group_of[id(target)]
+            of_new_copies = group.get(INITIAL_VALUE, 0.0) if resets else None if to_copies else 0.0
             narrow_state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
             moved = {}
             for key in list(narrow_state):
                 value = narrow_state.pop(key) if consume else narrow_state[key]
-                scale = table.state(scale_of(entry), rule.state.get(key, 0))
-                moved[key] = _moved(key, value, entry, scale, source, target, group_of[id(target)], rule)
-                if key in rule.state and not to_copies and isinstance(value, Tensor):
-                    with whole(moved[key]) as copies:
-                        duplicate_(copies, gathered(value), entry.layouts, scale=scale)
-                        copies.masked_fill_(new_copies(entry).to(copies.device), 0.0)
+                if key in rule.state and isinstance(value, Tensor):
+                    dtype = target.dtype if value.dtype == source.dtype else value.dtype
+                    moved[key] = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
+                    _widen_state(moved[key], value, entry, table.state(scale_of(entry), rule.state[key]), of_new_copies)
+                else:
+                    moved[key] = _copy_of(value, target.device, group)
                 del value
             wide_opt.state[target] = moved
-        if self.state == "reset_new_copies":
-            self._reset_new_copies(wide_opt)
+        for _, _, entry in self._rows() if resets and not rule.counts_steps else ():
+            target = self.targets[entry.name]
+            if id(target) in group_of and (entry.grows or entry.inserted):
+                wide_opt.state[target].setdefault("step", torch.zeros((), dtype=torch.float32))
         self._begin_inserted(wide_opt)
 
     def _begin_inserted(self, optimizer: Optimizer) -> None:
@@ -404,41 +408,23 @@ class Continuation:
                 answer[growth.name] = grown_births(old, growth, now), rewarm
         return answer
 
-    def _reset_new_copies(self, wide_opt: Optimizer) -> None:
-        names = names_by_id(self.wide)
-        for group, parameter in held_parameters(wide_opt):
-            growth = self.plan.parameters[names[id(parameter)]]
-            state = wide_opt.state.get(parameter, {})
-            if not growth.grows and not growth.inserted:
-                continue
-            if not self.rule.counts_steps:
-                state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                wide_opt.state[parameter] = state
-            if growth.inserted:
-                continue
-            mask = torch.empty_like(parameter, dtype=torch.bool, memory_format=torch.preserve_format)
-            with whole(mask) as new:
-                new.copy_(new_copies(growth))
-            for key in self.rule.state.keys() & state.keys():
-                if isinstance(state[key], Tensor):
-                    state[key].masked_fill_(mask, group.get(INITIAL_VALUE, 0.0))
+
+def _widen_state(target: Tensor, source: Tensor, entry: Growth, scale: float, of_new_copies: float | None) -> None:
+    """Writes `source` times a scale, duplicated; with `of_new_copies`, only to first copies, and that to the others."""
+    with own_part(target) as (state, rows):
+        # one factor for all, also where pieces grow differently: such state is kept in reference units
+        duplicate_(state, gathered(source), entry.layouts, scale=scale, rows=rows)
+        if of_new_copies is not None:
+            new = new_copies(entry) if rows is None else new_copies(entry)[rows]
+            state.masked_fill_(new.to(state.device), of_new_copies)
 
 
-def _moved(
-    key: str, value: Any, entry: Growth, scale: float, source: Tensor, target: Tensor, group: Group, rule: OptimizerRule
-) -> Any:
-    """Tensors of the parameter's shape, duplicated and scaled, in their own dtype; counters as clones in theirs."""
+def _copy_of(value: Any, device: torch.device, group: Group) -> Any:
+    """A copy of a step count or the like, on the device if the optimizer of this group counts there."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    if key not in rule.state:
-        on_device = group.get("fused") or group.get("capturable") or value.device.type != "cpu"
-        return value.detach().clone().to(target.device if on_device else value.device)
-    dtype = target.dtype if value.dtype == source.dtype else value.dtype
-    tensor = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
-    with own_part(tensor) as (state, rows):
-        # one factor for all, also where pieces grow differently: such state is kept in reference units
-        duplicate_(state, gathered(value), entry.layouts, scale=scale, rows=rows)
-    return tensor
+    on_device = group.get("fused") or group.get("capturable") or value.device.type != "cpu"
+    return value.detach().clone().to(device if on_device else value.device)
 
 
 def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Group, rule: OptimizerRule) -> None:
