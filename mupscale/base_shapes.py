@@ -1,7 +1,6 @@
 """muP: the base shapes of a model, its readout multiplier, its initialisation, its optimizers, gradient clipping."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -17,7 +16,7 @@ from mupscale.sharding import gathered
 from mupscale.widening import modules, table
 from mupscale.widening.hints import Hints, Pairing, Use, all_sides, match_hints, scale_of_sides
 from mupscale.widening.layers import BRANCH_MULTIPLIER, spread, stand_in
-from mupscale.widening.optimizers import Sized, groups_by_id, held_parameters, rule_of
+from mupscale.widening.optimizers import Sized, groups_by_id, rule_of
 from mupscale.widening.state import SOURCE_GROUP, begin_state_, refuse_bad_levels, split_groups
 from mupscale.widening.stepping import Record, Records, names_by_id, records_of, store_records
 from mupscale.widening.table import Side
@@ -173,47 +172,31 @@ def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer
         [0.005, 0.01]
     """
     refuse_bad_levels(optimizer)
-    if model is None:
-        return _scaled_from_base(optimizer, _own_width)
-    refuse_unless_model("apply_mup: model", model)
-    known = records_of(model, mup_only=True)
-    if not known:
+    if model is not None:
+        refuse_unless_model("apply_mup: model", model)
+    known, names = ({}, {}) if model is None else (records_of(model, mup_only=True), names_by_id(model))
+    if model is not None and not known:
         raise UserError(
             "apply_mup: the model has no base shapes. Call mupscale.set_base_shapes(model, base, delta) first"
         )
-    names = names_by_id(model)
-    widths: dict[int, Record] = {}
-    for _, parameter in held_parameters(optimizer):
-        name = names.get(id(parameter))
-        if name is None:
-            raise UserError(
-                f"apply_mup: the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model"
-            )
-        widths[id(parameter)] = known.get(name, Record())
-    return _scaled_from_base(optimizer, lambda parameter: widths[id(parameter)])
-
-
-def _own_width(parameter: Tensor) -> Record:
-    if not hasattr(parameter, "mup_record"):
-        raise UserError(
-            f"muP: a parameter of shape {tuple(parameter.shape)} has no base shape (copies of a model lose it). "
-            "Call mupscale.set_base_shapes, or pass the model itself: apply_mup(optimizer, model)"
-        )
-    return parameter.mup_record
-
-
-def _scaled_from_base(optimizer: Optimizer, width_of: Callable[[Tensor], Record]) -> Optimizer:
     if any(SOURCE_GROUP in group for group in optimizer.param_groups):
         raise UserError("apply_mup: this optimizer is muP-scaled already")
-    rule = rule_of(optimizer)
 
-    def sized(parameter: Tensor) -> Sized:
-        width = width_of(parameter)
+    def sized(parameter: Tensor) -> tuple[Tensor, Sized]:
         after = tuple(parameter.shape)
+        if model is None and not hasattr(parameter, "mup_record"):
+            raise UserError(
+                f"muP: a parameter of shape {after} has no base shape (copies of a model lose it). "
+                "Call mupscale.set_base_shapes, or pass the model itself: apply_mup(optimizer, model)"
+            )
+        if model is not None and id(parameter) not in names:
+            raise UserError(f"apply_mup: the optimizer holds a parameter of shape {after} that is not in the model")
+        own: Record = getattr(parameter, "mup_record", Record())
+        width = own if model is None else known.get(names[id(parameter)], Record())
         before = tuple(base or size for base, size in zip(width.base, after, strict=True)) if width.base else after
-        return Sized(width.scale, before, after)
+        return parameter, Sized(width.scale, before, after)
 
-    optimizer.param_groups[:] = split_groups(optimizer.param_groups, rule, lambda p: (p, sized(p)))
+    optimizer.param_groups[:] = split_groups(optimizer.param_groups, rule_of(optimizer), sized)
     begin_state_(optimizer)
     return optimizer
 
