@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,28 +31,19 @@ def foreach_mul(tensors: Sequence[Tensor], factors: Sequence[float]) -> list[Ten
     return list(torch._foreach_mul(list(tensors), list(factors)))
 
 
-class Parts(NamedTuple):
-    """What a module holds, by name, None where there is nothing."""
-
-    parameters: dict[str, Tensor | None]
-    buffers: dict[str, Tensor | None]
-    modules: dict[str, nn.Module | None]
-
-    def only(self, other: "Parts") -> "Parts":
-        """Without what the other lacks."""
-        kinds: Any = zip(self, other, strict=True)
-        return Parts(*({key: own[key] for key in own if theirs.get(key) is not None} for own, theirs in kinds))
+Parts = dict[str, dict[str, Any]]
+"""The parameters, buffers and modules that a module holds, by kind and name; None where there is nothing."""
 
 
 def parts_of(module: nn.Module) -> Parts:
-    return Parts(dict(module._parameters), dict(module._buffers), dict(module._modules))
+    return {kind: dict(vars(module)[f"_{kind}"]) for kind in ("parameters", "buffers", "modules")}
 
 
 def with_parts(module: nn.Module, parts: Parts) -> nn.Module:
     """A module with the attributes of another, and other parts."""
     twin: nn.Module = object.__new__(type(module))  # that of FSDP2 would make a plain module
     twin.__dict__.update(module.__dict__)
-    twin.__dict__.update({f"_{kind}": part for kind, part in parts._asdict().items()})
+    twin.__dict__.update({f"_{kind}": part for kind, part in parts.items()})
     return twin
 
 

@@ -305,23 +305,20 @@ def _cloned(
     """
     if id(module) in made:
         return made[id(module)]
-    parts = parts_of(module)
-    if is_new and deep is not None:
-        parts = parts.only(parts_of(deep))
-    if is_new:
-        parts = parts._replace(
-            parameters={key: _shared(tensor, made) for key, tensor in parts.parameters.items()},
-            buffers={key: _shared(tensor, made) for key, tensor in parts.buffers.items()},
-        )
-    others = {} if deep is None else parts_of(deep).modules
+    parts, others = parts_of(module), None if deep is None else parts_of(deep)
+    if is_new and others is not None:
+        for kind, held in others.items():
+            parts[kind] = {key: part for key, part in parts[kind].items() if held.get(key) is not None}
+    for kind in ("parameters", "buffers") if is_new else ():
+        parts[kind] = {key: _shared(tensor, made) for key, tensor in parts[kind].items()}
+    rows = [(key, child, False) for key, child in parts["modules"].items()]
     if name in layers:
-        rows = [(row.key, parts_of(module).modules[row.source], row.is_new) for row in layers[name]]
-    else:
-        rows = [(key, child, False) for key, child in parts.modules.items()]
+        rows = [(row.key, parts_of(module)["modules"][row.source], row.is_new) for row in layers[name]]
     children: dict[str, nn.Module | None] = {}
-    twin = made[id(module)] = with_parts(module, parts._replace(modules=children))
+    twin = made[id(module)] = with_parts(module, parts | {"modules": children})
     for key, child, begins_new in rows:
-        place = others.get(key), layers, joined(name, key), {} if begins_new else made
+        of_deep = None if others is None else others["modules"].get(key)
+        place = of_deep, layers, joined(name, key), {} if begins_new else made
         # an empty Sequential is a module, but false
         children[key] = None if child is None else _cloned(child, *place, is_new=is_new or begins_new)
     twin.__dict__.pop(Records.ATTRIBUTE, None)
@@ -330,17 +327,14 @@ def _cloned(
 
 def _shared(tensor: Tensor | None, made: dict[int, Any]) -> Tensor | None:
     """Another tensor with the same memory; for None, None."""
-    if tensor is None:
-        return None
-    if id(tensor) not in made:
+    if tensor is not None and id(tensor) not in made:
         same = tensor.detach()
         if isinstance(tensor, nn.Parameter):
             same = nn.Parameter(same, requires_grad=tensor.requires_grad)
             same.__dict__.update(tensor.__dict__)  # such as mup's infshape
             same.grad = tensor.grad
         made[id(tensor)] = same
-    answer: Tensor = made[id(tensor)]
-    return answer
+    return made.get(id(tensor))
 
 
 def standing_in(

@@ -144,12 +144,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None, dept
     refuse_unless_model("narrow", narrow)
     refuse_unless_model("wide", wide)
     hints = checked_hints(hints)
-    chosen = hints.depth if depth is None else depth
-    return plan_layers(narrow, wide, depths.layers_of(narrow, wide, chosen), hints)
-
-
-def plan_layers(narrow: nn.Module, wide: nn.Module, layers: depths.Layers, hints: Hints) -> Plan:
-    """The plan where it is known which layer comes from where."""
+    layers = depths.layers_of(narrow, wide, hints.depth if depth is None else depth)
     shallow, narrow = narrow, depths.stand_in(narrow, wide, layers)
     pairing = Pairing(narrow, wide)
     refuse_scripted("narrow", narrow)

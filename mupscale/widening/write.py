@@ -259,9 +259,6 @@ def carry_modes_(narrow: nn.Module, wide: nn.Module) -> None:
             module.training = modules[name].training
 
 
-Named = tuple[str, Tensor]
-
-
 def largest_entries(tensors: Sequence[Tensor]) -> list[float]:
     """The largest absolute entry of each tensor, or NaN, in one wait; of sharded ones, ranks agree by one message."""
     if not tensors:
@@ -278,7 +275,7 @@ def largest_entries(tensors: Sequence[Tensor]) -> list[float]:
     return largest.tolist()
 
 
-def first_non_finite(named: Iterable[Named], *, infinite_allowed: bool = False) -> str | None:
+def first_non_finite(named: Iterable[tuple[str, Tensor]], *, infinite_allowed: bool = False) -> str | None:
     """The name of the first tensor with a NaN or infinite entry; with `infinite_allowed`, only NaN counts."""
     inexact = [(name, tensor) for name, tensor in named if is_inexact(tensor)]
     bad = math.isnan if infinite_allowed else _is_non_finite
