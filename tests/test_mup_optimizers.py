@@ -22,22 +22,15 @@ def test_mup_hyperparameters_follow_the_table():
     model = mup(mlp, 8)
     matrix, vector, readout, scalar = "layers.1.weight", "layers.0.weight", "readout.weight", "readout.bias"
 
-    sgd = hyperparameters(model, MuSGD(model, lr=1.0, weight_decay=1.0))
-    assert (sgd[matrix], sgd[vector], sgd[readout], sgd[scalar]) == ((1, 1), (2, 0.5), (2, 0.5), (1, 1))
-    adam = hyperparameters(model, MuAdam(model.parameters(), lr=1.0, eps=1.0, weight_decay=1.0))
-    assert (adam[matrix], adam[vector], adam[readout], adam[scalar]) == (
-        (0.5, 0.5, 1),
-        (1, 0.5, 0.5),
-        (1, 0.5, 0.5),
-        (1, 1, 1),
-    )
-    adamw = hyperparameters(model, MuAdamW(model, lr=1.0, eps=1.0, weight_decay=1.0))
-    assert (adamw[matrix], adamw[vector], adamw[readout], adamw[scalar]) == (
-        (0.5, 0.5, 2),
-        (1, 0.5, 1),
-        (1, 0.5, 1),
-        (1, 1, 1),
-    )
+    units = {"lr": 1.0, "weight_decay": 1.0}
+    expected = [
+        (MuSGD(model, **units), (1, 1), (2, 0.5), (2, 0.5), (1, 1)),
+        (MuAdam(model.parameters(), eps=1.0, **units), (0.5, 0.5, 1), (1, 0.5, 0.5), (1, 0.5, 0.5), (1, 1, 1)),
+        (MuAdamW(model, eps=1.0, **units), (0.5, 0.5, 2), (1, 0.5, 1), (1, 0.5, 1), (1, 1, 1)),
+    ]
+    for optimizer, *rows in expected:
+        found = hyperparameters(model, optimizer)
+        assert [found[name] for name in (matrix, vector, readout, scalar)] == rows
 
 
 @pytest.mark.parametrize("make", [MuSGD, MuAdam, MuAdamW])

@@ -102,14 +102,3 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     for name in a:
         assert a[name].dtype == b[name].dtype
         assert torch.equal(a[name], b[name]), name
-
-
-def hyperparameters(model: nn.Module, optimizer: Optimizer) -> dict[str, float]:
-    """What an optimizer's groups say about every parameter, by `name/key`."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    keys = [key for key in ("lr", "eps", "weight_decay", "source_group") if key in optimizer.param_groups[0]]
-    answer = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            answer |= {f"{names[id(parameter)]}/{key}": float(group[key]) for key in keys}
-    return answer

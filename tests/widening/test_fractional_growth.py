@@ -203,8 +203,12 @@ class Grown:
         return worst
 
 
-@pytest.mark.parametrize(("optimizer", "is_mup"), [(ADAMW, False), (SGD, True)])
-@pytest.mark.parametrize("name", slow_except(CASES, "mlp", kept=[name for name in CASES if name != "resnet18"]))
+PLAIN, MUP = (ADAMW, False), (SGD, True)
+KEPT = [("gpt2", *PLAIN), ("grouped queries", *MUP), ("convnet", *PLAIN), ("recurrent", *MUP)]
+GRID = [(name, *setting) for name in CASES for setting in (PLAIN, MUP)]
+
+
+@pytest.mark.parametrize(("name", "optimizer", "is_mup"), slow_except(GRID, ("mlp", *PLAIN), ("mlp", *MUP), kept=KEPT))
 def test_training_goes_on_exactly(name: str, optimizer: Callable[..., Optimizer], is_mup: bool):
     """Through two growths by different fractions, with weight decay, momentum and clipping."""
     grown = Grown(name, optimizer, is_mup=is_mup)

@@ -187,16 +187,11 @@ def test_the_widened_norm_follows_from_the_narrow_one():
             )
 
 
-def test_recorded_constants_reproduce_and_transfer(tmp_path):
+def test_recorded_constants_transfer(tmp_path):
     torch.manual_seed(0)
     narrow, wide = ConvNet(4), ConvNet(8)
     report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.5), seed=5)
     report.save_noise(tmp_path / "noise.json")
-    again = ConvNet(8)
-    repeated = mupscale.upscale(narrow, again, noise=mupscale.RecordedNoise(tmp_path / "noise.json"), seed=5)
-    assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), again.parameters(), strict=True))
-    assert repeated.noise == report.noise
-
     noise = added_noise(ConvNet(8), ConvNet(16), mupscale.RecordedNoise(tmp_path / "noise.json"))
     for i in range(2):
         for j in range(2):  # σ̄ of each kernel position at N_in^-1/2 of the target width

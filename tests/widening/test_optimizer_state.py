@@ -128,16 +128,3 @@ def test_a_reset_adagrad_begins_with_its_sum_in_the_units_of_the_wide_gradient(e
     assert after.state[wide.layers[1].weight]["sum"].unique().item() == pytest.approx(0.3 / 36, rel=1e-14)
     assert after.state[wide.readout.weight]["sum"].unique().item() == 0.3
     assert_equal_losses(narrow, before, wide, after)
-
-
-def test_new_copies_in_adagrad_begin_with_its_sum_in_the_units_of_the_wide_gradient():
-    torch.manual_seed(0)
-    narrow, wide = mlp(4).double(), mlp(12).double()
-    optimizer = adagrad(narrow)
-    train(narrow, optimizer, features)
-    after = mupscale.upscale(
-        narrow, wide, optimizer, method=mupscale.methods.Duplication(state="reset_new_copies")
-    ).optimizer
-    sums = after.state[wide.layers[1].weight]["sum"]
-    torch.testing.assert_close(sums[1::3], torch.full((4, 12), 0.3 / 9).double())
-    torch.testing.assert_close(sums[::3, ::3], optimizer.state[narrow.layers[1].weight]["sum"] / 9)

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from nets import take_steps
+from nets import OPTIMIZERS, take_steps
 from tiers import slow_except
 from torch import nn
 from torch.nn import functional as F
@@ -21,10 +21,6 @@ def old_weight_norm(layer, dim=0):
 
 
 APIS = {"parametrisation": parametrizations.weight_norm, "hook": old_weight_norm}
-OPTIMIZERS = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-4),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.03, momentum=0.9, weight_decay=0.05),
-}
 
 
 class OverTime(nn.Module):
@@ -59,7 +55,7 @@ def loss(model, batch):
 
 
 NEW = "parametrisation"
-CELLS = [(NEW, 0, "AdamW"), (NEW, 1, "SGD"), (NEW, -2, "AdamW"), (NEW, None, "SGD"), ("hook", 1, "AdamW")]
+CELLS = [(NEW, 0, "adamw"), (NEW, 1, "sgd"), (NEW, -2, "adamw"), (NEW, None, "sgd"), ("hook", 1, "adamw")]
 
 
 @pytest.mark.parametrize(("api", "dim", "optimizer"), slow_except(CELLS, CELLS[0]))
