@@ -119,12 +119,20 @@ def test_a_finding_is_carried_over_to_another_size(name: str) -> None:
     assert (resolved.roles, resolved.blocks, resolved.rescale) == (again.roles, again.blocks, again.rescale)
 
 
-class InOut(nn.Module):
+class Perceptron(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.first, self.last = width, nn.Linear(5, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class InOut(Perceptron):
     """Weights that are stored as (in, out), or used so."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3)
+        super().__init__(width)
         self.plain = nn.Parameter(torch.randn(width, width) / width**0.5)
         self.one, self.other = (nn.Parameter(torch.randn(width, width) / width**0.5) for _ in range(2))
         self.experts = nn.Parameter(torch.randn(2, width, width) / width**0.5)
@@ -153,10 +161,9 @@ def test_the_axis_that_is_summed_over_is_found_where_weights_and_gradients_agree
 
 
 def test_a_weight_that_is_used_both_ways_is_not_decided() -> None:
-    class BothWays(nn.Module):
+    class BothWays(Perceptron):
         def __init__(self, width: int) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3)
+            super().__init__(width)
             self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -170,13 +177,12 @@ def test_a_weight_that_is_used_both_ways_is_not_decided() -> None:
 class Features(nn.Module):
     """Runs by a method that is not `forward`. What it returns depends on the width in a way that nothing makes up."""
 
-    def __init__(self, width: int, power: float = 1.0) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.factor = width**power
-        self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3, bias=False)
+        self.width, self.first, self.last = width, nn.Linear(5, width), nn.Linear(width, 3, bias=False)
 
     def features(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x))) * self.factor
+        return self.last(torch.tanh(self.first(x))) * self.width
 
 
 @dataclass
@@ -259,13 +265,9 @@ def test_groups_that_stay_are_found_in_two_stages() -> None:
 
 @pytest.mark.parametrize("power", [-0.5, 1.0])
 def test_a_factor_behind_a_bias_that_does_not_grow_is_found(power: float) -> None:
-    class Logits(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.factor, self.first, self.last = width**power, nn.Linear(5, width), nn.Linear(width, 3)
-
+    class Logits(Perceptron):
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.tanh(self.first(x))) * self.factor
+            return super().forward(x) * self.width**power
 
     inputs = torch.randn(7, 5, dtype=torch.float64)
     narrow, wide = pair(Logits, 2)
@@ -277,10 +279,9 @@ def test_a_factor_behind_a_bias_that_does_not_grow_is_found(power: float) -> Non
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_buffers_that_a_forward_pass_changes_are_restored(replaced: bool) -> None:
-    class Normaliser(nn.Module):
+    class Normaliser(Perceptron):
         def __init__(self, width: int) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3)
+            super().__init__(width)
             self.register_buffer("mean", torch.zeros(5))
             self.register_buffer("count", torch.zeros(()))
 
@@ -292,7 +293,7 @@ def test_buffers_that_a_forward_pass_changes_are_restored(replaced: bool) -> Non
                     self.mean = mean
                 else:
                     self.mean.copy_(mean)
-            return self.last(torch.tanh(self.first((x - self.mean) * self.mean)))
+            return super().forward((x - self.mean) * self.mean)
 
     inputs = torch.randn(7, 5) + 1
     narrow, wide = pair(Normaliser, 2)
@@ -300,15 +301,6 @@ def test_buffers_that_a_forward_pass_changes_are_restored(replaced: bool) -> Non
     assert (found.roles, found.rescale, found.untested) == ({}, {}, ())
     assert not narrow.count
     assert not wide.count
-
-
-class Perceptron(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width, self.first, self.last = width, nn.Linear(5, width), nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
 
 
 class Cell(Perceptron):
