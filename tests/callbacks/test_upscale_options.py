@@ -6,30 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from tiers import slow_except
 from tiny_modules import ADAMW, OPTIMIZERS, SCHEDULES, mlp
-from training_runs import BeforeStep, fit, gap, rates
+from training_runs import BeforeStep, Frozen, fit, gap, rates
 
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
-
-
-class Frozen(Callback):
-    """Freezes the first layer, until a step."""
-
-    def __init__(self, until: int | None = None) -> None:
-        self.until = until
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        pl_module.net.layers[0].requires_grad_(self.until is not None and trainer.global_step >= self.until)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.until:
-            pl_module.net.layers[0].requires_grad_(True)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiers import slow_except
 from tiny_modules import gpt2, mlp, resnet
 from torch import Tensor
-from training_runs import fit_outside, state
+from training_runs import BeforeStep, Frozen, fit_outside, state
 
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -85,20 +85,6 @@ def test_they_end_as_separate_fits(name: str, tmp_path: Path) -> None:
         assert distance(state(run), state(alone)) < (1e-12 if name == "mlp" else 1e-10)
 
 
-class Frozen(Callback):
-    """Freezes a layer before the fit, and trains it from a step on; with None never."""
-
-    def __init__(self, until: int | None) -> None:
-        self.until = until
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        pl_module.net.layers[0].requires_grad_(False)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.until:
-            pl_module.net.layers[0].requires_grad_(True)
-
-
 @pytest.mark.parametrize(
     ("first", "second"), slow_except([(None, None), (4, 4), (14, 14), (4, 14)], (4, 4), kept=[(14, 14), (4, 14)])
 )
@@ -119,16 +105,13 @@ def test_frozen_layers(first: int | None, second: int | None, tmp_path: Path) ->
         assert distance(state(result), state(alone)) < 1e-12
 
 
-class Evaluating(Callback):
-    """Puts a layer into evaluation mode before a step."""
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 4:
-            pl_module.net.layers[0].eval()
+def evaluating() -> BeforeStep:
+    """Puts a layer into evaluation mode."""
+    return BeforeStep(4, lambda trainer: trainer.lightning_module.net.layers[0].eval())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "steps"), [([], [0, 10]), ([Evaluating], [0, 4, 10])])
+@pytest.mark.parametrize(("more", "steps"), [([], [0, 10]), ([evaluating], [0, 4, 10])])
 def test_a_stack_is_made_again_where_its_modes_change(
     more: list[Any], steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,21 +124,14 @@ def test_a_stack_is_made_again_where_its_modes_change(
         begin(self, fits)
 
     monkeypatch.setattr(StackedSteps, "__init__", counted)
-    together(opened(mlp, 24, rate, tmp_path, more=[kind() for kind in more]) for rate in RATES)
+    together(opened(mlp, 24, rate, tmp_path, more=[make() for make in more]) for rate in RATES)
     assert made == steps
 
 
-class Hooking(Callback):
-    """Gives the optimizer a hook before a step."""
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 4:
-            trainer.optimizers[0].register_step_post_hook(lambda *_: None)
-
-
 def test_optimizers_that_get_hooks_leave_the_stack(tmp_path: Path) -> None:
+    hooking = BeforeStep(4, lambda trainer: trainer.optimizers[0].register_step_post_hook(lambda *_: None))
     with pytest.raises(Apart, match="hooks"):
-        together(opened(mlp, 24, rate, tmp_path, more=[Hooking()]) for rate in RATES)
+        together(opened(mlp, 24, rate, tmp_path, more=[hooking]) for rate in RATES)
 
 
 def test_the_collector_goes_on_afterwards() -> None:

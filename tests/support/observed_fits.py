@@ -15,6 +15,7 @@ from logged import curves
 from run_ends import differences
 from tiny_modules import mlp, rows
 from torch import Tensor
+from training_runs import quiet_trainer
 
 from mupscale.callbacks import fast_loop
 from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
@@ -47,14 +48,11 @@ def resident(tensors: tuple[Tensor, ...]) -> ResidentLoader:
 def fit(case: Case, folder: Path, *callbacks: Callback, ckpt: Path | None = None) -> Any:
     """Trains as the case says; the answer holds the trainer, the module, the folder and the loader."""
     seed_everything(1, verbose=False)
-    settings = {"precision": "32-true", "max_steps": 25, "enable_progress_bar": False} | case.settings
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
+    settings = {"precision": "32-true", "max_steps": 25, "enable_checkpointing": True} | case.settings
+    trainer = quiet_trainer(
         default_root_dir=folder,
         logger=TensorBoardLogger(folder, name="", version=""),
         callbacks=[*callbacks, *case.callbacks()],
-        enable_model_summary=False,
         log_every_n_steps=3,
         num_sanity_val_steps=0,
         **settings,

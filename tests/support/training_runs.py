@@ -54,6 +54,20 @@ class BeforeStep(Callback):
             self.function(trainer)
 
 
+class Frozen(Callback):
+    """Freezes the first layer, until a step; with None for ever."""
+
+    def __init__(self, until: int | None = None) -> None:
+        self.until = until
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.net.layers[0].requires_grad_(self.until is not None and trainer.global_step >= self.until)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.until:
+            pl_module.net.layers[0].requires_grad_(True)
+
+
 class AtEnds(Callback):
     """Does something at the end of every batch."""
 
@@ -77,20 +91,11 @@ def fit_outside(
 ) -> Iterator[tuple[Trainer, dict[str, Any], Any]]:
     """The trainer of a fit that is made inside of the context, the arguments of the fit, and what it answers."""
     seed_everything(1, verbose=False)
-    settings = {"precision": "64-true", "logger": False, "enable_checkpointing": False, "max_steps": steps} | settings
-    settings.setdefault("num_sanity_val_steps", 0)
+    settings = {"precision": "64-true", "max_steps": steps, "num_sanity_val_steps": 0} | settings
     dtype = torch.float64 if settings["precision"] == "64-true" else torch.float32
     record = Record()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        default_root_dir=folder,
-        callbacks=[*callbacks, record],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        **settings,
-    )
+    callbacks = (*callbacks, record)
+    trainer = quiet_trainer(default_root_dir=folder, callbacks=list(callbacks), log_every_n_steps=1, **settings)
     train, val = rows(module, 8 * BATCHES, dtype), rows(module, 16, dtype)
     validation = ResidentLoader(val, 8, shuffle=False) if is_overridden("validation_step", module) else None
     loader = ResidentLoader(train, 8, shuffle=True, drop_last=True)
