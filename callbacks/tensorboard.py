@@ -17,6 +17,7 @@ from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 from tensorboard.summary.writer import event_file_writer, record_writer
 
 from mupscale.atomic import replacing
+from mupscale.errors import refuse_unless_level
 from mupscale.models._lightning import close_writer, open_writer, run_folder
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class DirectWriter:
     """
 
     def __init__(self, writer: record_writer.RecordWriter, max_queue_size: int = 20, flush_secs: float = 120) -> None:
+        refuse_unless_level("trainer.logger: flush_secs", flush_secs)
         self._seconds = flush_secs
         self._records, self._buffer, self._file = writer, BytesIO(), writer._writer
         writer._writer = self._buffer

@@ -199,7 +199,7 @@ COMMANDS = {
     "fit: checkpoints in a loop": ("fit --config c.yaml --checkpoint.dirpath=loop", "loop"),
     "fit: half a pattern": ("fit --config c.yaml '--checkpoint.filename={step'", "= {step: expected '}' before end"),
     "fit: a name elsewhere": ("fit --config c.yaml --checkpoint.filename=s3://b/x", "= s3://b/x: give a name"),
-    "fit: a logger's number": ("fit --config c.yaml '--trainer.logger.flush_secs=[]'", "unsupported operand type"),
+    "fit: a logger's number": ("fit --config c.yaml '--trainer.logger.flush_secs=[]'", "flush_secs must be a finite"),
 }
 """More of them, which take longer."""
 
