@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from bad_input import snapshot
 from nets import take_steps
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
@@ -371,9 +372,8 @@ def shared() -> nn.Module:
     ],
 )
 def test_bad_depth(narrow: nn.Module, wide: nn.Module, depth: Any, message: str) -> None:
-    before = [parameter.clone() for model in (narrow, wide) for parameter in model.parameters()]
+    before = snapshot(narrow, wide)
     with pytest.raises(UserError, match=message) as error:
         mupscale.upscale(narrow, wide, call=lambda model: model(X.float()), depth=depth)
     assert "\n" not in str(error.value)
-    now = [parameter for model in (narrow, wide) for parameter in model.parameters()]
-    assert all(map(torch.equal, before, now))
+    assert snapshot(narrow, wide) == before

@@ -1,12 +1,12 @@
 """`upscale` itself: what it checks before it writes, what it does where the models differ, and what its report says."""
 
-import copy
 import warnings
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from bad_input import assert_refused, snapshot
 from exactness import attention, batch, conv_flatten, mlp, softmax_over_width, tied_autoencoder
 from torch import Tensor, nn
 
@@ -21,15 +21,6 @@ IMAGES = batch("images").float()
 
 def call(model: nn.Module) -> Tensor:
     return model(VECTORS)
-
-
-def saved(*models: nn.Module) -> list[dict[str, Any]]:
-    return copy.deepcopy([dict(model.state_dict()) for model in models])
-
-
-def assert_unchanged(before: list[dict[str, Any]], *models: nn.Module) -> None:
-    for tensors, model in zip(before, models, strict=True):
-        assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_without_call_nothing_is_checked_and_a_warning_says_so_once(monkeypatch: pytest.MonkeyPatch):
@@ -84,13 +75,13 @@ def test_a_refused_plan_is_mended():
 
 def test_without_a_plan_nothing_is_written():
     narrow, wide = tied_autoencoder(8), tied_autoencoder(16)
-    before = saved(narrow, wide)
+    before = snapshot(narrow, wide)
     with pytest.raises(UserError) as error:
         mupscale.upscale(narrow, wide, torch.optim.AdamW(narrow.parameters()), call=call)
     assert "the wide model does not compute and train as the narrow one" in str(error.value)
     assert "First, what the model (Net) returns is multiplied by 2" in str(error.value)
     assert "A search for another plan failed: discover: stuck at the model (Net)" in str(error.value)
-    assert_unchanged(before, narrow, wide)
+    assert snapshot(narrow, wide) == before
 
 
 @pytest.mark.parametrize("message", ["The best plan of a search differs too: no memory", "plan failed: AssertionError"])
@@ -101,21 +92,18 @@ def test_a_search_without_a_check_or_a_word_writes_nothing(message: str, monkeyp
     if "Error" in message:
         monkeypatch.setattr("mupscale.discovery.discover.discover", Mock(side_effect=AssertionError))
     narrow, wide = conv_flatten(4), conv_flatten(8)
-    before = saved(narrow, wide)
+    before = snapshot(narrow, wide)
     with pytest.raises(UserError, match=message):
         mupscale.upscale(narrow, wide, call=lambda model: model(IMAGES))
-    assert_unchanged(before, narrow, wide)
+    assert snapshot(narrow, wide) == before
 
 
 def test_on_mismatch_error_does_not_search(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mupscale.discovery.discover.discover", lambda *_: pytest.fail("it searched"))
-    narrow, wide = softmax_over_width(8), softmax_over_width(16)
-    before = saved(narrow, wide)
-    with pytest.raises(
-        UserError, match=r"'1' \(Softmax\) returns is multiplied by 0\.5.*Leave on_mismatch=\"discover\""
-    ):
-        mupscale.upscale(narrow, wide, call=call, on_mismatch="error")
-    assert_unchanged(before, narrow, wide)
+    assert_refused(
+        lambda: (softmax_over_width(8), softmax_over_width(16), {"call": call, "on_mismatch": "error"}),
+        ("'1' (Softmax) returns is multiplied by 0.5", 'Leave on_mismatch="discover"'),
+    )
 
 
 def test_on_mismatch_note_goes_on():
