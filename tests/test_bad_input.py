@@ -210,6 +210,8 @@ NUMBERS = {
     f"{OPTIMIZER}.betas=[0.9,-0.1]": "model.optimizer: Invalid beta parameter at index 1: -0.1",
     "--model.lr_scheduler=ExponentialLR --model.lr_scheduler.gamma=.nan": "model.lr_scheduler.gamma must be a finite",
     "--trainer.gradient_clip_val=-1": "trainer.gradient_clip_val must be at least 0, got -1",
+    "--trainer.max_steps=0": "trainer.max_steps = 0: the run would train nothing",
+    "--trainer.limit_train_batches=0": "trainer.limit_train_batches = 0: the run would train nothing",
     "--trainer.callbacks.init_args.lr=.nan": "UpscaleCallback.lr must be positive and finite, got nan",
     "--trainer.callbacks.init_args.width=0": "UpscaleCallback.width must be a whole number",
     f"{NOISE}.init_args.std=.nan": "UpscaleCallback.noise: AdditiveNoise: std must be a finite number",

@@ -49,14 +49,6 @@ def full_disk(error: BaseException, places: Sequence[Path] = ()) -> str | None:
     return None
 
 
-def unnamed(error: BaseException) -> str | None:
-    """The line for a command that a full disk has ended; None if it was something else, or a line is there already."""
-    if any(isinstance(each, DiskFull) for each in chain(error)):
-        return None
-    problem = full_disk(error, [Path()])
-    return None if problem is None else f"{problem}. Make space there, then run the same command again"
-
-
 def chain(error: BaseException) -> Iterator[BaseException]:
     """An exception, and those that it was raised from or while handling."""
     seen: set[int] = set()
@@ -138,11 +130,11 @@ def keeps_tracebacks() -> bool:
 
 def line_about(error: BaseException) -> str | None:
     """What to print of an exception that is about the user's input, in one line; None for every other one."""
-    problem = unnamed(error)
-    if problem is None and isinstance(error, UserError):
-        problem = str(error)
+    problem = None if any(isinstance(each, DiskFull) for each in chain(error)) else full_disk(error, [Path()])
     if problem is not None:
-        return _in_a_line(problem)
+        return f"{problem}. Make space there, then run the same command again"
+    if isinstance(error, UserError):
+        return _in_a_line(str(error))
     text = _in_a_line(str(error))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = _module(frames[-1]) if frames else ""

@@ -11,7 +11,7 @@ weight decay for each parameter; mupscale.hf.parameter_groups makes parameter gr
 import json
 from pathlib import Path
 
-from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
+from mupscale.commands.growth_options import add_growth_options, depth_of, method_of, noise_of
 from mupscale.commands.process import ArgumentParser, progress_bar, refuse_folder, show
 from mupscale.errors import UserError, needs_extra
 
@@ -44,12 +44,6 @@ def widen_folder(arguments: list[str]) -> None:
         metavar="N",
         help="how many layers it gets; FIELD=N, such as decoder_layers=12, if it has several numbers of layers",
     )
-    parser.add_argument(
-        "--depth",
-        choices=["identity", "interleave", "stack"],
-        help="how it gets them: new layers that add nothing at first (the default), each layer several times in place, "
-        "or the whole stack again",
-    )
     parser.add_argument("--out", type=Path, required=True, help="the new folder; it must not exist yet")
     parser.add_argument(
         "--keep-heads",
@@ -65,13 +59,12 @@ def widen_folder(arguments: list[str]) -> None:
         metavar="FIELD=FACTOR",
         help="another factor for a field of config.json, such as intermediate_size=3; may be given again",
     )
-    add_noise_options(parser)
+    add_growth_options(parser)
     options = parser.parse_args(arguments)
     method, noise = method_of(options), noise_of(options, {})
     if options.factor is None and not options.layers:
         raise UserError("give --factor, by how much all widths grow, or --layers, how many layers there will be")
-    if options.depth is not None and not options.layers:
-        raise UserError(f"--depth {options.depth} says how a model gets more layers; give --layers too, how many")
+    depth = depth_of(options)
     if options.factor is not None and not options.factor >= 1:
         raise UserError(f"--factor {options.factor:g}: give a number of at least 1")
     refuse_folder("--out", options.out)
@@ -86,7 +79,7 @@ def widen_folder(arguments: list[str]) -> None:
             1 if options.factor is None else options.factor,
             options.out,
             layers=_counts(options.layers),
-            depth=options.depth or "identity",
+            depth=depth,
             noise=noise,
             seed=options.seed,
             method=method,

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 from mupscale.atomic import replacing, whole_folder
 from mupscale.checks.agreement import Agreement
 from mupscale.commands.configured import configured, first_batches
-from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
+from mupscale.commands.growth_options import add_growth_options, depth_of, method_of, noise_of
 from mupscale.commands.process import ArgumentParser, refuse_new_folder, refuse_output, show
 from mupscale.commands.saved_model import grow_optimizers, load_weights, module_of, saved_optimizer, set_size_
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
-from mupscale.methods.grow import UpscaleReport, grow
-from mupscale.methods.noise import Constants, Noise, add_noise_
+from mupscale.methods.grow import UpscaleReport, grow, write_alone
+from mupscale.methods.noise import Constants, Noise
 from mupscale.models.base import Growable, refuse_bad_width
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
@@ -45,7 +45,7 @@ from mupscale.text_tables import starred
 from mupscale.widening import table
 from mupscale.widening.growth import Growth, duplicate_
 from mupscale.widening.hints import Hints
-from mupscale.widening.layers import Depth, How, source_of, stand_in
+from mupscale.widening.layers import Depth, source_of, stand_in
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import Continuation
@@ -58,14 +58,8 @@ def widen_checkpoint(arguments: list[str]) -> None:
     parser.add_argument("checkpoint", help="the checkpoint to grow")
     parser.add_argument("--width", type=int, nargs="+", help="the target width, or one for each layer")
     parser.add_argument("--layers", type=int, nargs="+", help="the target number of layers, or one for each list")
-    parser.add_argument(
-        "--depth",
-        choices=[how for how in get_args(How) if how != "random"],
-        help="how the model becomes deeper: inserted layers add nothing at first (identity, the default), each layer "
-        "several times in place (interleave), or the whole stack again (stack)",
-    )
     parser.add_argument("--out", type=Path, required=True, help="where to write the wide checkpoint")
-    add_noise_options(parser)
+    add_growth_options(parser)
     parser.add_argument(
         "--no-optimizer",
         action="store_true",
@@ -98,16 +92,14 @@ def widen_checkpoint(arguments: list[str]) -> None:
     shards = ShardedCheckpoint(source) if is_sharded else None
     checkpoint = load_checkpoint(options.checkpoint) if shards is None else shards.rest
     module = module_of(checkpoint, options.model)
-    size = _target_size(module, options.width, options.layers)
-    if options.depth is not None and options.layers is None:
-        raise UserError("--depth says how a model becomes deeper: give --layers too")
+    size, depth = _target_size(module, options.width, options.layers), depth_of(options)
     batch = None
     if options.check is not None:
         _, data, _ = configured("upscale", ["--config", options.check], None)
         batch = first_batches(module, data, 1)[0]
     hints = None
     if size.layers != module.size.layers:
-        hints = depth_hints(module, size, options.depth or "identity", batch)
+        hints = depth_hints(module, size, depth, batch)
     check = NOT_CHECKED if batch is None else check_with(batch, module, size, hints)
     with_state = not options.no_optimizer
     if shards is not None:
@@ -319,19 +311,13 @@ class ShardedGrowth:
             bad = first_non_finite([(name, source)], infinite_allowed=not is_parameter and not entry.grows)
             if bad is not None:
                 raise UserError(f"{name!r} has NaN or infinite entries; use an earlier checkpoint")
-            wide = self._widened(target, source, entry) if is_parameter else _duplicated(source, entry)
+            if is_parameter:
+                wide = torch.empty(entry.wide_shape, dtype=source.dtype)
+                constant = write_alone(wide, source, entry, self.method, self.noise, self.seed)
+                self.constants[entry.name] = constant
+            else:
+                wide = _duplicated(source, entry)
             writer.add((path[0], target), wide)
-
-    def _widened(self, name: str, source: Tensor, entry: Growth) -> Tensor:
-        weight = torch.empty(entry.wide_shape, dtype=source.dtype)
-        if entry.fill is not None:
-            return weight.fill_(entry.fill)
-        self.method.widen_(weight, source, entry)
-        if self.noise is not None and self.noise.applies(entry):
-            self.constants[entry.name] = add_noise_(weight, entry, self.noise, source, self.seed)
-            if not bool(torch.isfinite(weight).all()):
-                raise UserError(f"noise: on {name!r} it is too large for {weight.dtype}. Give a lower level")
-        return weight
 
     def _write_state(self, path: Keys, optimizer: Optimizer, writer: ShardWriter) -> None:
         """State of a parameter's shape, duplicated and scaled; counters as they are."""

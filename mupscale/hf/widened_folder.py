@@ -44,7 +44,8 @@ from mupscale.hf.folder import (
 from mupscale.hf.forward_pass import Call, largest_difference
 from mupscale.hf.names import GrowingTensor, growing_tensors
 from mupscale.methods import Duplication, GrowthMethod
-from mupscale.methods.noise import Constants, Noise, add_noise_, save_constants
+from mupscale.methods.grow import write_alone
+from mupscale.methods.noise import Constants, Noise, save_constants
 from mupscale.text_tables import Watch, notes_by_layer, size_of, unwatched
 from mupscale.widening.growth import Layout, source_index
 from mupscale.widening.plan_text import Plan
@@ -133,21 +134,11 @@ class FolderWriter:
         with tensor.source.path.open("rb") as stream:
             source = _read(stream, tensor.source, torch.empty(tensor.source.shape, dtype=tensor.source.dtype))
         target = torch.empty(entry.wide_shape, dtype=source.dtype)
-        if entry.fill is not None:
-            target.fill_(entry.fill)
-        elif tensor.parameter is None:
+        if tensor.parameter is None:
             widen_(target, source, entry)
         else:
-            self.method.widen_(target, source, entry)
-        if tensor.parameter is not None:
-            self.constants[entry.name] = 0.0
-        if self.noise is not None and self.is_noisy(tensor):
-            self.constants[entry.name] = add_noise_(target, entry, self.noise, source, self.seed)
-            if not bool(torch.isfinite(target).all()):
-                raise UserError(
-                    f"noise: on {tensor.name!r} it is too large for {target.dtype}, whose largest number is "
-                    f"{torch.finfo(target.dtype).max:g}. Give a lower level"
-                )
+            constant = write_alone(target, source, entry, self.method, self.noise, self.seed)
+            self.constants[entry.name] = constant
         return target
 
     def write(self, files: Sequence[NewFile], progress: Progress) -> None:

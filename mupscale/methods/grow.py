@@ -264,15 +264,20 @@ def _refuse_overflow(
     level, targets = noise.level(), dict(wide.named_parameters())
     for name, source in narrow.named_parameters():
         entry, target = plan.parameters[name], targets[name]
-        if not entry.is_copied or not noise.applies(entry) or not may_overflow(level, target.dtype):
-            continue
-        device = source.device if target.is_meta else target.device
-        narrow_weight = gathered(source)
-        trial = torch.empty(entry.wide_shape, dtype=target.dtype, device=device)
-        method.widen_(trial, narrow_weight, entry)
-        add_noise_(trial, entry, noise, narrow_weight, seed)
-        if not bool(torch.isfinite(trial).all()):
-            raise UserError(
-                f"noise: on parameter {name!r} {entry.wide_shape} it is too large for {target.dtype}, whose largest "
-                f"number is {torch.finfo(target.dtype).max:g}. Give a lower level"
-            )
+        if entry.is_copied and noise.applies(entry) and may_overflow(level, target.dtype):
+            device = source.device if target.is_meta else target.device
+            trial = torch.empty(entry.wide_shape, dtype=target.dtype, device=device)
+            write_alone(trial, gathered(source), entry, method, noise, seed)
+
+
+def write_alone(
+    target: Tensor, source: Tensor, entry: Growth, method: GrowthMethod, noise: Noise | None, seed: int
+) -> float | list[Any]:
+    """Writes a wide parameter without the rest of its model; returns σ̄ of its noise. UserError if that overflows."""
+    constant = _write(target, source, entry, method, noise, seed, adds_later=False)
+    if noise is not None and noise.applies(entry) and not bool(torch.isfinite(target).all()):
+        raise UserError(
+            f"noise: on parameter {entry.name!r} {entry.wide_shape} it is too large for {target.dtype}, whose largest "
+            f"number is {torch.finfo(target.dtype).max:g}. Give a lower level"
+        )
+    return constant

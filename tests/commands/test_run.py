@@ -150,13 +150,6 @@ def test_a_schedule_that_ends_long_before_the_run_is_said(tmp_path: Path) -> Non
     main(["fit", "--config", config, constant])
 
 
-@pytest.mark.parametrize("key", ["max_steps", "limit_train_batches"])
-def test_a_run_that_would_train_nothing_is_refused(key: str, tmp_path: Path) -> None:
-    message = refused("fit", "--config", small(tmp_path / "c.yaml", upscale(3, 16)), f"--trainer.{key}=0")
-    assert f"trainer.{key} = 0: the run would train nothing" in message
-    assert [path.name for path in Path().iterdir()] == ["c.yaml"]
-
-
 @pytest.mark.slow
 def test_a_sweep_that_is_refused_at_its_first_trial_leaves_its_folder_free(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(5, 16), enable_progress_bar=False)

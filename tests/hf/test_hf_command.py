@@ -21,7 +21,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import mupscale.hf as hf
 from mupscale.__main__ import main
 from mupscale.atomic import whole_folder
-from mupscale.commands.noise_options import AUTO
+from mupscale.commands.growth_options import AUTO
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError
 from mupscale.hf import in_memory as in_memory_module

@@ -1,7 +1,8 @@
-"""The options for noise and growth method of `upscale`."""
+"""The options for depth, noise and growth method of `upscale`."""
 
 import argparse
 from pathlib import Path
+from typing import Literal
 
 from mupscale.commands.process import refuse_output
 from mupscale.errors import UserError
@@ -12,7 +13,13 @@ AUTO = 0.3
 """The level of `--noise auto`, relative to each weight; measured by docs/folder_noise.py."""
 
 
-def add_noise_options(parser: argparse.ArgumentParser) -> None:
+def add_growth_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--depth",
+        choices=["identity", "interleave", "stack"],
+        help="how the model becomes deeper: inserted layers add nothing at first (identity, the default), each layer "
+        "several times in place (interleave), or the whole stack again (stack)",
+    )
     strength = parser.add_mutually_exclusive_group()
     strength.add_argument(
         "--noise",
@@ -42,6 +49,12 @@ def add_noise_options(parser: argparse.ArgumentParser) -> None:
 
 def std_or_auto(text: str) -> float | str:
     return text if text == "auto" else float(text)
+
+
+def depth_of(options: argparse.Namespace) -> Literal["identity", "interleave", "stack"]:
+    if options.depth is not None and not options.layers:
+        raise UserError("--depth says how a model becomes deeper: give --layers too, how many layers it gets")
+    return options.depth or "identity"
 
 
 def method_of(options: argparse.Namespace) -> GrowthMethod:
