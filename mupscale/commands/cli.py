@@ -99,9 +99,15 @@ class Parser(LightningArgumentParser):
 class CLI(LightningCLI):
     """The model, the data and the trainer of a command line, and the `command`, if there is one, that `run` runs.
 
+    `args` is the command line, or a whole configuration; one of `fit` is derived from a similar one if there was one.
     Every command has a parser of its own: Lightning's subcommands would parse every value several times. `folder` is
     the folder of the run to resume; `start` claims its folders.
     """
+
+    given: Config | None = None
+    """The configuration that was given whole."""
+
+    _derived: Parsed | None = None
 
     def __init__(
         self,
@@ -110,12 +116,9 @@ class CLI(LightningCLI):
         journal: RunJournal,
         start: RunStart,
         folder: Path | None = None,
-        plain: Config | None = None,
         **kwargs: Any,
     ) -> None:
         self.command, self.folder = command, folder
-        self.plain = plain
-        self._derived = None if plain is None else derive(plain)
         self.journal = journal
         self.start = start
         self._log_folders: list[str | None] = []
@@ -150,10 +153,14 @@ class CLI(LightningCLI):
             parser.add_method_arguments(Trainer, self.command, skip={*self.subcommands()[self.command]})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        assert isinstance(args, list)
-        if self._derived is not None:
-            self.config = self._derived.config
+        if isinstance(args, dict):
+            self.given = args
+            self._derived = derive(args) if self.command == "fit" else None
+            self.config = parser.parse_object(deepcopy(args)) if self._derived is None else self._derived.config
+            if self.command:
+                self.config["ckpt_path"] = args.get("ckpt_path")
         else:
+            assert isinstance(args, list)
             args = with_merged_callback_args(args)
             try:
                 # Lightning's own way would warn that there is a command line as well
@@ -178,8 +185,8 @@ class CLI(LightningCLI):
         given = deepcopy(self.config)
         given["ckpt_path"] = None
         saved = as_plain(self.parser, given) if self._derived is None else self._derived.saved
-        if self.plain is not None and self._derived is None:
-            known.append(Parsed(self.plain, given, saved))
+        if self.given is not None and self._derived is None:
+            known.append(Parsed(self.given, given, saved))
         self.journal.config = saved
         self._use_checkpoint()
         self._place_logs()
@@ -259,7 +266,7 @@ class CLI(LightningCLI):
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
         name_arguments_apart(self.model, self.datamodule)
-        if self.command == "fit" and self.plain is None and not has_own_optimizers(self.model):
+        if self.command == "fit" and self.given is None and not has_own_optimizers(self.model):
             refuse_optimizer(self.model, self.trainer)  # before data are loaded
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
@@ -329,8 +336,8 @@ def main(command: str, arguments: list[str]) -> None:
     parsed(arguments, command)
 
 
-def parsed(arguments: list[str], command: str = "", **options: Any) -> CLI:
-    """Parses a command line and runs its command, if there is one. The options are those of `opened`."""
+def parsed(arguments: list[str] | Config, command: str = "", **options: Any) -> CLI:
+    """Parses a command line or a configuration, and runs its command, if there is one. For the options see `opened`."""
     with opened(arguments, command, **options) as cli:
         if command:
             cli.run()
@@ -373,18 +380,16 @@ def refuse_growths(module: Growable, trainer: Trainer) -> None:
 
 @contextmanager
 def opened(
-    arguments: list[str],
+    arguments: list[str] | Config,
     command: str = "",
     *,
     parser_kwargs: dict[str, Any] | None = None,
     folder: Path | None = None,
-    plain: Config | None = None,
 ) -> Iterator[CLI]:
-    """A command line, parsed, with its model, data and trainer; its command, if any, is run inside of the context.
+    """A command line, or a whole configuration, parsed, with its model, data and trainer.
 
-    `plain` is the configuration of a `fit` with a single file, which is derived from a similar one if there was one.
-
-    A mistake in the configuration is a UserError. An error after the first step is raised unchanged.
+    Its command, if any, is run inside of the context. A mistake in the configuration is a UserError. An error after the
+    first step is raised unchanged.
     """
     import_classes(words_in(arguments))
     quieten()
@@ -415,7 +420,6 @@ def opened(
                 run=False,
                 command=command,
                 folder=folder,
-                plain=plain,
                 journal=journal,
                 start=start,
             )
@@ -433,13 +437,15 @@ def opened(
         start.release()
 
 
-def words_in(arguments: list[str]) -> set[str] | None:
-    """The words of a command line and its files, among them names of classes; None if it asks for help about all.
+def words_in(arguments: list[str] | Config) -> set[str] | None:
+    """The words of a configuration, or of a command line and its files, among them names of classes.
+
+    None if it asks for help about all.
 
     Raises a UserError for a file of --config that is not YAML with keys, or stands for too many values.
     """
-    texts = list(arguments)
-    for _, file in given(arguments, "--config"):
+    texts = arguments if isinstance(arguments, list) else [str(arguments)]
+    for _, file in given(texts, "--config"):
         if Path(file).is_file():
             with prefix_errors("config"):
                 content = read_yaml(Path(file))
@@ -447,7 +453,7 @@ def words_in(arguments: list[str]) -> set[str] | None:
                 raise UserError(
                     f"config: give a YAML file with keys (model:, data:, trainer:), got {content or 'nothing'}"
                 )
-            texts.append(Path(file).read_text())
+            texts = [*texts, Path(file).read_text()]
     words = {word for text in texts for word in re.findall(r"\w+", text)}
     return None if words & {"help", "h"} else words
 

@@ -24,23 +24,36 @@ def configuration(name: str) -> Config:
     return config
 
 
-def made(config: Config, plain: Config | None = None) -> Config:
+def made(config: Config) -> Config:
     """What the config.yaml of a run holds."""
+    return parsed(config, "fit").journal.config
+
+
+def made_of_file(config: Config) -> Config:
     with temporary_file(config) as file:
-        return parsed(["--config", file], "fit", plain=plain).journal.config
+        return parsed(["--config", file], "fit").journal.config
 
 
 @pytest.mark.slow
 def test_numbers_and_texts_need_no_parsing() -> None:
     known.clear()
     first = configuration("a")
-    made(first, first)
+    made(first)
     values = {"model.optimizer.lr": 1.5, "UpscaleCallback.noise.std": 0.5, "model.optimizer.eps": 1e-6}
     other = at(configuration("b"), {**values, "seed_everything": 7})
-    derived = made(other, other)
+    derived = made(other)
     assert len(known) == 1
     other["trainer"]["logger"]["init_args"]["version"] = "two"
-    assert repr(derived).replace("'one'", "'two'") == repr(made(other))
+    assert repr(derived).replace("'one'", "'two'") == repr(made_of_file(other))
+
+
+@pytest.mark.slow
+def test_a_configuration_is_parsed_as_a_file_with_it() -> None:
+    config = configuration("a")
+    with temporary_file(config) as file:
+        whole, of_file = parsed(config), parsed(["--config", file])
+    del whole.config["config"], of_file.config["config"]
+    assert repr(whole.config) == repr(of_file.config)
 
 
 @pytest.fixture
@@ -49,8 +62,7 @@ def first() -> Config:
     first = configuration("a")
     first["trainer"]["limit_val_batches"] = 1.0
     known.clear()
-    with temporary_file(first) as file:
-        config = parsed(["--config", file]).config
+    config = parsed(first).config
     known.append(Parsed(first, config, first))
     return first
 

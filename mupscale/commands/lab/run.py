@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightning.pytorch import Trainer
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.checkpoints import RESULT, Claim, Taken, newest_checkpoint, read_result
 from mupscale.commands.cli import CLI, LOGGER, opened
-from mupscale.commands.config import Config, class_name, temporary_file
+from mupscale.commands.config import Config, class_name
 from mupscale.commands.run import write_result
 from mupscale.data_files import interpreting
 from mupscale.errors import UserError
@@ -168,20 +168,17 @@ def ending_of(runs: Iterable[Any], find: Callable[[Any], Result | None]) -> list
 def open_run(run: Run) -> Iterator[CLI]:
     """The command line that fits or resumes a run; what is printed inside of the context goes to the log of the run."""
     path, _ = run.newest_checkpoint()
-    options: dict[str, Any] = {}
-    with explained(run.name, run.folder), ExitStack() as contexts:
+    arguments: list[str] | Config
+    with explained(run.name, run.folder):
         if path is not None:
             arguments = ["--config", str(run.folder / "config.yaml"), "--ckpt_path", str(path)]
-            options |= {"folder": run.folder}
         else:
             shutil.rmtree(run.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
-            arguments = ["--config", contexts.enter_context(temporary_file(run.config))]
-            if run.starts_from is None:
-                options |= {"plain": run.config}
-            else:
-                arguments += ["--ckpt_path", str(run.starts_from)]
-        contexts.enter_context(logged(run.folder))
-        yield contexts.enter_context(opened(arguments, "fit", **options))
+            starts_from = None if run.starts_from is None else str(run.starts_from)
+            arguments = {**run.config, "ckpt_path": starts_from}
+        folder = None if path is None else run.folder
+        with logged(run.folder), opened(arguments, "fit", folder=folder) as cli:
+            yield cli
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import parsed, refuse_growths, refuse_optimizer
-from mupscale.commands.config import Config, Point, at, brief, callback_key, number_in, temporary_file
+from mupscale.commands.config import Config, Point, at, brief, callback_key, number_in
 from mupscale.data_files import DECIMAL, yaml_of
 from mupscale.errors import UserError, prefix_errors
 
@@ -270,8 +270,7 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
         except UserError as error:
             raise UserError(f"{where} {error}") from error
         with prefix_errors(f"{where} {axis.key}={brief(value)}"):
-            with temporary_file(changed) as file:
-                cli = parsed(["--config", file])
+            cli = parsed(changed)
             refuse_optimizer(cli.model, cli.trainer)
             if growing:
                 refuse_growths(cli.model, cli.trainer)
