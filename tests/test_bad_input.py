@@ -35,7 +35,7 @@ FAST = {
     "layers of a model that has none": ("upscale mlp.ckpt --layers 9 --out o", "--layers: MLP "),
     "a way to become deeper, and no depth": (
         "upscale mlp.ckpt --width 16 --depth stack --out o",
-        "--depth says how a model becomes deeper: give --layers too",
+        "--depth stack says how a model becomes deeper: give --layers too",
     ),
     "a huge width": (
         "upscale mlp.ckpt --width 99999999999 --out o",

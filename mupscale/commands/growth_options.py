@@ -53,7 +53,7 @@ def std_or_auto(text: str) -> float | str:
 
 def depth_of(options: argparse.Namespace) -> Literal["identity", "interleave", "stack"]:
     if options.depth is not None and not options.layers:
-        raise UserError("--depth says how a model becomes deeper: give --layers too, how many layers it gets")
+        raise UserError(f"--depth {options.depth} says how a model becomes deeper: give --layers too, how many it gets")
     return options.depth or "identity"
 
 

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -283,7 +282,7 @@ class RunJournal(Strides):
     def explained(self) -> Iterator[None]:
         """Turns the exceptions that end a run into Terminated, KeyboardInterrupt or UserError with one line."""
         self._is_around = True
-        with self._contexts, _quiet_writers():
+        with self._contexts:
             try:
                 with self._profiler_ended():
                     yield
@@ -411,23 +410,6 @@ def is_finite(path: Path, step: int, bad_step: int) -> bool:
         return non_finite_in(load_checkpoint(path)) is None
     except UserError:
         return False
-
-
-@contextmanager
-def _quiet_writers() -> Iterator[None]:
-    """Drops the traceback of a thread that writes events: the run meets the same error when it next logs."""
-    before = threading.excepthook
-
-    def hook(arguments: Any) -> None:
-        writes_events = getattr(arguments.thread, "__module__", "").startswith("tensorboard.")
-        if not writes_events and (arguments.exc_value is None or full_disk(arguments.exc_value) is None):
-            before(arguments)
-
-    threading.excepthook = hook
-    try:
-        yield
-    finally:
-        threading.excepthook = before
 
 
 # --- what can be done with its result

@@ -183,7 +183,6 @@ def test_a_checkpoint_in_the_background_that_does_not_fit(
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_curves_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, writes = RecordWriter.write, []
 

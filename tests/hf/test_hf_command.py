@@ -168,7 +168,10 @@ BAD = {
     "a bad field": ("{narrow} --factor 2 --out {out} --set intermediate_size", "such as intermediate_size=3"),
     "layers of a word": ("{narrow} --layers four --out {out}", "--layers four: give a whole number"),
     "layers twice": ("{narrow} --layers 4 --layers 5 --out {out}", "--layers 4: give a whole number, or"),
-    "depth without layers": ("{narrow} --factor 2 --depth stack --out {out}", "--depth stack says how a model gets"),
+    "depth without layers": (
+        "{narrow} --factor 2 --depth stack --out {out}",
+        "--depth stack says how a model becomes deeper",
+    ),
     "odd heads": ("{narrow} --factor 2 --set num_attention_heads=1.5 --out {out}", ODD_HEADS),
     "odd heads alone": ("{narrow} --factor 1 --set num_attention_heads=1.5 --out {out}", ODD_HEADS),
     "--save-noise without noise": ("{narrow} --factor 2 --out {out} --save-noise n", "there is no noise to save"),
