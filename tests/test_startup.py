@@ -66,16 +66,6 @@ def test_importing_the_package_loads_nothing():
     assert after["opened"] == []
 
 
-@pytest.mark.slow
-def test_the_whole_library_loads_torch_and_little_else():
-    (everything,) = started(f"import torch; before.update(sys.modules); {EVERYTHING}")
-    assert not packages(everything["modules"]) & HEAVY
-    added = [name for name in everything["modules"] if not name.startswith("mupscale")]
-    assert len(added) <= 30  # mup and yaml
-    assert not data(everything["opened"])
-    assert not everything["cuda"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [((), None), (("--help",), None), (("nonsense",), "error: there is no command"), (("resume", "--help"), 0),
@@ -90,10 +80,16 @@ def test_help_and_mistakes_need_no_torch(arguments: tuple[str, ...], code: str |
 
 
 @pytest.mark.slow
-def test_the_help_of_fit_reads_no_data_and_a_fit_loads_nothing_of_sweeps():
+def test_the_library_loads_torch_and_little_else_the_help_of_fit_no_data_and_a_fit_nothing_of_sweeps():
     options = ["--trainer.fast_dev_run=true", "--trainer.callbacks=null", "--trainer.enable_progress_bar=false"]
     fit = command("fit", "--config", str(ROOT / "configs/quickstart.yaml"), *options)
-    help, after = started(command("fit", "--help"), fit)
+    library = f"import torch; before.update(sys.modules); {EVERYTHING}"
+    everything, help, after = started(library, command("fit", "--help"), fit)
+    assert not packages(everything["modules"]) & HEAVY
+    added = [name for name in everything["modules"] if not name.startswith("mupscale")]
+    assert len(added) <= 30  # mup and yaml
+    assert not data(everything["opened"])
+    assert not everything["cuda"]
     assert help["code"] == 0
     assert not data(help["opened"])
     assert not help["cuda"]
