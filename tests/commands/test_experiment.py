@@ -250,6 +250,9 @@ def test_the_verdict_of_transfer() -> None:
     assert "at 1 of 2 widths it is at the edge of the grid" in panel(0, 1).verdict()
     assert "with the optimum" not in panel(1, 3, 1).verdict()
     assert "; with the optimum of 1 → 2, 2 → 4 ends 182 % above its best" in panel(1, 3).verdict()  # 3.1 against 1.1
+    uneven = panel(1, 3)  # each seed has the best value of the other, 1.4 and 2.0; another level diverges
+    uneven.curves[1].values.update({0.4: [1.0, 2.0], 0.8: [1.4, 1.2], 1.6: [math.inf]})
+    assert "; with the optimum of 1 → 2, 2 → 4 ends 108 % above its best" in uneven.verdict()
     moving = panel(1, 3)
     moving.curves[1].values[0.2] = [math.inf]
     assert "; with the optimum of 1 → 2, 2 → 4 diverges" in moving.verdict()

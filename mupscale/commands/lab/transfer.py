@@ -152,7 +152,8 @@ class Panel:
         first, last = self.curves[0], self.curves[-1]
         if first.optimum == last.optimum:
             return ""
-        levels = {level: dict(enumerate(losses)) for level, losses in last.values.items()}
+        means = last.means  # a level that diverged has fewer seeds, and is not the best without any of them
+        levels = {level: dict(enumerate(last.values[level])) for level in means if math.isfinite(means[level])}
         got, best = last.mean(first.optimum), last.mean(last.optimum)
         if not math.isfinite(got):
             return f"; with the optimum of {first.growth}, {last.growth} diverges"
