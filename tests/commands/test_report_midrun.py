@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from synthetic_runs import report, write_experiment, write_run
 
-from mupscale.commands.reporting.midrun import Arm, Comparison
+from mupscale.commands.reporting.midrun import Arm, ArmComparison
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -30,8 +30,8 @@ GROWN = Arm("grown at 50 % (paper)", noise="paper", share=0.5)
 OTHER = Arm("grown at 25 % (centred)", noise="centred", share=0.25)
 
 
-def compared(*arms: Arm) -> Comparison:
-    return Comparison("constant", "flops", list(arms))
+def compared(*arms: Arm) -> ArmComparison:
+    return ArmComparison("constant", "flops", list(arms))
 
 
 def test_growing_wins_loses_or_neither() -> None:

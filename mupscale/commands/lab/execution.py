@@ -131,7 +131,7 @@ def visible_gpus() -> list[str]:
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
-def refuse_folder(out: Path, what: str, settings: dict[str, Any]) -> None:
+def refuse_other_content(out: Path, what: str, settings: dict[str, Any]) -> None:
     """Raises a UserError if a folder holds another sweep or experiment, by its WHAT.json, or something else."""
     path = out / f"{what}.json"
     if out.exists() and not out.is_dir():

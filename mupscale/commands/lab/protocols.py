@@ -19,7 +19,7 @@ from mupscale.commands.checkpoints import damage_at
 from mupscale.commands.config import Config, callbacks_of, read_json
 from mupscale.commands.lab.costs import CostPart
 from mupscale.commands.lab.driver import Driver
-from mupscale.commands.lab.execution import refuse_folder
+from mupscale.commands.lab.execution import refuse_other_content
 from mupscale.commands.lab.file import Description, check, growing, of_width, stretched
 from mupscale.commands.lab.quick import IMAGES, write_images
 from mupscale.commands.lab.run import Part, Result, Run, Trial, drop_checkpoints, result_of, with_run
@@ -393,7 +393,7 @@ class Experiment:
         return {**head, **self.description.identity(), "runs": runs, "sweeps": tuning}
 
     def refuse_others(self) -> None:
-        refuse_folder(self.out, "experiment", json.loads(json.dumps(self.description.identity())))
+        refuse_other_content(self.out, "experiment", json.loads(json.dumps(self.description.identity())))
 
     def make(self, driver: Driver) -> bool:
         """Makes the runs, stage by stage. False if, at the end, those of other parts are missing."""

@@ -36,7 +36,7 @@ from mupscale.commands.config import (
     whole_key,
 )
 from mupscale.commands.event_files import read_log
-from mupscale.commands.lab.execution import refuse_folder
+from mupscale.commands.lab.execution import refuse_other_content
 from mupscale.commands.lab.run import Part, Result, Run, Trial, drop_checkpoints, ending_of, result_of, with_run
 from mupscale.commands.lab.space import Axis, Outcome, Settings, draw, grid, point_of, point_text
 from mupscale.data_files import refuse_links
@@ -273,7 +273,7 @@ class Sweep(Part):
 def refuse_other_sweep(folder: Path, settings: Settings) -> None:
     """Raises a UserError if a folder holds another sweep, or something else."""
     refuse_links(folder, POINTS)
-    refuse_folder(folder, "sweep", settings.description())
+    refuse_other_content(folder, "sweep", settings.description())
 
 
 # --- metrics

@@ -43,7 +43,7 @@ class Arm:
 
 
 @dataclass
-class Comparison:
+class ArmComparison:
     """The arms of one schedule at one budget."""
 
     schedule: str
@@ -105,7 +105,7 @@ class Midrun:
         self.metric = str(experiment.keys.get("metric", "last_epoch"))
         shares = experiment.keys.get("tuned_at") or experiment.keys.get("shares") or []
         self.costs: dict[str, Any] = {}
-        self.comparisons: list[Comparison] = []
+        self.comparisons: list[ArmComparison] = []
         with interpreting(f"{self.folder} is not a whole experiment of protocol midrun"):
             self.tuned_at = ", ".join(f"{100 * share:g} %" for share in shares)
             made: list[tuple[dict[str, Any], LoggedRun]] = []
@@ -128,7 +128,7 @@ class Midrun:
             for (schedule, budget), found in arms.items():
                 if found:
                     ordered = sorted(found.values(), key=lambda arm: arm.place)
-                    self.comparisons.append(Comparison(schedule, budget, ordered, self.costs[budget]))
+                    self.comparisons.append(ArmComparison(schedule, budget, ordered, self.costs[budget]))
             self.edges = [
                 f"{key} = {(sweep.best_trial(self.metric) or {})[key]} of {sweep.name}"
                 for sweep in experiment.sweeps
@@ -210,7 +210,7 @@ def draw_midrun(midrun: Midrun, path: Path) -> list[Picture]:
     return drawn
 
 
-def ends_of(comparison: Comparison, loss: str) -> list[Band]:
+def ends_of(comparison: ArmComparison, loss: str) -> list[Band]:
     """A horizontal line with its range for each fixed width, and a line over the shares for each noise."""
     lines: dict[str, list[tuple[float, Spread]]] = {}
     for arm in comparison.arms:
@@ -226,7 +226,7 @@ def ends_of(comparison: Comparison, loss: str) -> list[Band]:
     return bands
 
 
-def lines_of(comparison: Comparison) -> list[Band]:
+def lines_of(comparison: ArmComparison) -> list[Band]:
     """The mean curve of each arm over its seeds: the share of the budget in percent, and the loss.
 
     Runs that grow are drawn from their growth on, those with the noise that ends lowest.
@@ -242,7 +242,7 @@ def lines_of(comparison: Comparison) -> list[Band]:
     return answer
 
 
-def curve_of(run: LoggedRun, comparison: Comparison) -> Line:
+def curve_of(run: LoggedRun, comparison: ArmComparison) -> Line:
     """The share of the budget in percent, and the running mean of the loss over the last of it.
 
     Of a run that grows, only losses since then count: at the narrow width, a share of the budget is many more steps.
