@@ -23,6 +23,7 @@ from benchmarks.ladder_tables import (
     reach,
     read_sunk,
 )
+from mupscale.commands.reporting.compare import compare
 
 GUIDE = ROOT / "docs" / "should_i_grow.md"
 ROWS = list(csv.DictReader(RUNS.read_text().splitlines()))
@@ -107,16 +108,19 @@ def test_rows_of_the_ladder_in_the_readme(ends: Ends) -> None:
     def show(losses: Iterable[float]) -> str:
         return f"{mean(losses):.3f}"
 
-    text = (ROOT / "README.md").read_text().replace("**", "")
+    def grown(growth: Growth, budget: float) -> str:
+        """Bold if it is lower than its target by an interval for the best of several arms."""
+        losses, curves = ends.grown[growth, budget], ends.curves(growth.size)
+        target = {seed: curve[budget] for seed, curve in curves.items() if budget in curve}
+        is_lower = compare(target, losses, ends.count_arms(growth.direction)).high < 0
+        return f"**{show(losses.values())}**" if is_lower else show(losses.values())
+
+    text = (ROOT / "README.md").read_text()
     width = [point for point in ends.points("width") if point[0].start.width == 128 and point[0].at - point[1] == -2]
-    (low, high), (target, later) = (
-        [show(ends.grown[p].values()) for p in width],
-        [show(ends.losses(*point)) for point in ((Size(256, 8), -1), (Size(256, 8), 0))],
-    )
+    low, high = [grown(*point) for point in width]
+    target, later = [show(ends.losses(*point)) for point in ((Size(256, 8), -1), (Size(256, 8), 0))]
     assert f"at 5 (10) tokens per parameter | {target} ({later}) | {low} ({high}) | 1× |" in text
-    stacked = [
-        show(ends.grown[Growth(Size(256, layers), Size(256, 8), -2, Way("stack")), 0.0].values()) for layers in (4, 2)
-    ]
+    stacked = [grown(Growth(Size(256, layers), Size(256, 8), -2, Way("stack")), 0.0) for layers in (4, 2)]
     assert f"stacked, at 10 tokens per parameter | {later} | {stacked[0]} ({stacked[1]}) | 1× |" in text
 
 

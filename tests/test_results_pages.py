@@ -7,7 +7,9 @@ from statistics import mean
 
 import pytest
 from paths import ROOT
-from result_rows import FOLDER, GROUPS, TITLES, Row, number, read_rows, show_factor, take
+from result_rows import FOLDER, GROUPS, TITLES, Row, by_seed, number, read_rows, show_factor, take
+
+from mupscale.commands.reporting.compare import compare
 
 
 def show(values: list[float], digits: int) -> str:
@@ -190,11 +192,15 @@ def transfer_rows() -> list[str]:
 
 
 def test_the_rows_of_the_readme() -> None:
-    """Validation losses with a falling rate on both sides, and the compute of growing, its base counted."""
-    text = (ROOT / "README.md").read_text().replace("**", "")
+    """Validation losses with a falling rate on both sides, and the compute of growing; bold where one is lower."""
+    text = (ROOT / "README.md").read_text()
     for experiment in ("mlp_adamw", "mlp_sgd", "resnet", "gpt2"):
         runs, digits = read_rows(f"{experiment}_decay/summary.csv"), 3 + experiment.startswith("mlp")
-        cells = [f"{mean(take(runs, 'val/loss', group=group)):.{digits}f}" for group in GROUPS[1:]]
+        losses = [by_seed(runs, "val/loss", group) for group in GROUPS[1:]]
+        found = compare(*losses)
+        lower = found.low > 0, found.high < 0  # by the 95 % interval of upscaled - from scratch
+        cells = [f"{mean(each.values()):.{digits}f}" for each in losses]
+        cells = [f"**{cell}**" if is_lower else cell for cell, is_lower in zip(cells, lower, strict=True)]
         base, scratch, upscaled = (mean(take(runs, "flops", group=group)) for group in GROUPS)
         cells.append(f"{(base + upscaled) / scratch:.2f}×")
         assert f" | {' | '.join(cells)} |" in text, experiment

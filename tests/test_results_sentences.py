@@ -4,7 +4,7 @@ import re
 from statistics import mean
 
 import pytest
-from result_rows import FOLDER, GROUPS, TITLES, number, read_rows, show_factor, take
+from result_rows import FOLDER, GROUPS, TITLES, by_seed, number, read_rows, show_factor, take
 
 from mupscale.commands.reporting.compare import compare
 
@@ -33,9 +33,7 @@ def decay_sentences(experiment: str, digits: int) -> list[str]:
     """What a falling rate on both sides gives: differences with intervals, and the tuned values."""
     runs, facts = read_rows(f"{experiment}_decay/summary.csv"), []
     for column, label in (("final_loss", "training loss"), ("val/loss", "validation loss")):
-        scratch, upscaled = (
-            {row["seed"]: float(row[column]) for row in runs if row["group"] == group} for group in GROUPS[1:]
-        )
+        scratch, upscaled = (by_seed(runs, column, group) for group in GROUPS[1:])
         found = compare(scratch, upscaled)  # the sign is that of upscaled - from scratch
         ratio = mean(upscaled.values()) / mean(scratch.values())
         digits_here = digits + (experiment == "mlp_adamw" and column == "final_loss")

@@ -27,3 +27,7 @@ def show_factor(cost: float, charged: float) -> str:
 
 GROUPS = ("base", "from scratch", "upscaled")
 TITLES = {"mlp_adamw": "MLP, AdamW", "mlp_sgd": "MLP, SGD", "resnet": "ResNet-18", "gpt2": "GPT-2, constant rate"}
+
+
+def by_seed(runs: list[Row], column: str, group: str) -> dict[str, float]:
+    return {row["seed"]: float(row[column]) for row in runs if row["group"] == group}
