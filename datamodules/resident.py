@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from threading import Thread
 from typing import Any, ClassVar, Protocol, Self
+from weakref import WeakValueDictionary
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -108,7 +109,6 @@ class ResidentLoader:
         """The last one that was used, with its epoch."""
         self._joint: tuple[Any, JointPlan] | None = None
         """Likewise of several loaders, with their `order`s."""
-        self._drawing_ahead: PlanDrawing | None = None
 
     def __len__(self) -> int:
         return self._batches
@@ -203,18 +203,24 @@ class ResidentLoader:
 
     def _new_plan(self, epoch: int) -> Plan:
         """The plan of an epoch on the device of the data. That of the next epoch is drawn meanwhile."""
-        plan, ahead = None, self._drawing_ahead
-        if ahead is not None and ahead.epoch == epoch:
-            ahead.join()
-            plan = ahead.plan
+        plans, plan = self._plans, None
+        if plans.last is not None and plans.last[0] == epoch:
+            return plans.last[1]
+        if plans.ahead is not None and plans.ahead.epoch == epoch:
+            plans.ahead.join()
+            plan = plans.ahead.plan
         if plan is None:
             plan = self._draw_plan(epoch)
-        is_long = self._rows >= LONG and (self._shuffle or len(plan) > 1)
-        if is_long and (ahead is None or ahead.epoch != epoch + 1):  # a stack and its loaders may ask one by one
+        if self._rows >= LONG and (self._shuffle or len(plan) > 1):
             with suppress(RuntimeError):  # where no thread can be started, it is drawn when it is needed
-                self._drawing_ahead = PlanDrawing(self, epoch + 1)
+                plans.ahead = PlanDrawing(self, epoch + 1)
         # from pinned memory, the host does not wait for the steps under way
-        return tuple(entries.to(self.tensors[0].device, non_blocking=entries.is_pinned()) for entries in plan)
+        plans.last = epoch, tuple(x.to(self.tensors[0].device, non_blocking=x.is_pinned()) for x in plan)
+        return plans.last[1]
+
+    @cached_property
+    def _plans(self) -> "Plans":
+        return _PLANS.setdefault(self.order, Plans())
 
     def _draw_plan(self, epoch: int) -> tuple[Tensor, ...]:
         """Order and chances of an epoch on the CPU; for a GPU, in pinned memory."""
@@ -250,6 +256,19 @@ class ResidentLoader:
         if len(self) > whole:
             shares = *shares, entries[:, self._share_of(whole)].flatten()
         return shares.__getitem__
+
+
+class Plans:
+    """What loaders of one order share: a stack has a hundred of them."""
+
+    def __init__(self) -> None:
+        self.last: tuple[int, Plan] | None = None
+        """The plan that was drawn last, with its epoch."""
+        self.ahead: PlanDrawing | None = None
+
+
+_PLANS: WeakValueDictionary[Hashable, Plans] = WeakValueDictionary()
+"""By the `order` of loaders that exist."""
 
 
 class PlanDrawing(Thread):

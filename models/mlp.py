@@ -127,7 +127,7 @@ class MLP(Classifier):
                 x = torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
             x = torch.relu(x)
         weight, bias = (parameters[f"net.readout.{name}"] for name in ("weight", "bias"))
-        logits = torch.baddbmm(bias.unsqueeze(1), self.net.readout.multiplier * x, weight.transpose(1, 2))
+        logits = torch.baddbmm(bias.unsqueeze(1), x, self.net.readout.multiplier * weight.transpose(1, 2))
         labels = labels.expand(len(weight), -1) if shared else labels
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
 

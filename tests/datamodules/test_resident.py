@@ -79,8 +79,8 @@ def test_a_thread_draws_the_next_order_while_an_epoch_is_used(monkeypatch: pytes
     monkeypatch.setattr(resident, "LONG", ROWS)
     monkeypatch.setattr(ResidentLoader, "_draw_plan", note)
     assert [epoch(batches), epoch(batches)] == epochs[:2]
-    batches._drawing_ahead.join()
-    assert not batches._drawing_ahead.daemon, "a program that ends meanwhile would be aborted"
+    batches._plans.ahead.join()
+    assert not batches._plans.ahead.daemon, "a program that ends meanwhile would be aborted"
     assert drawn == [(0, True), (1, False), (2, False)]
     copied = deepcopy(batches)
     assert epoch(copied) == epoch(batches) == epochs[2]
@@ -92,6 +92,19 @@ def test_a_thread_draws_the_next_order_while_an_epoch_is_used(monkeypatch: pytes
     monkeypatch.setattr(threading.Thread, "start", refuse)
     alone = loader()
     assert [epoch(alone), epoch(alone)] == epochs[:2]
+
+
+def test_loaders_of_one_order_draw_it_once(monkeypatch: pytest.MonkeyPatch):
+    """A stack has a hundred of them; another seed has an order of its own."""
+    draw, drawn = ResidentLoader._draw_plan, []
+    monkeypatch.setattr(ResidentLoader, "_draw_plan", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
+    first, other = loader(seed=0), loader(seed=1)
+    rest = [ResidentLoader(first.tensors, BATCH, shuffle=True, drop_last=True, seed=0) for _ in range(3)]
+    batches = [data.batch_at(2, 0).tolist() for data in (first, *rest)]
+    assert drawn == [2]
+    other.batch_at(2, 0)
+    assert drawn == [2, 2]
+    assert batches == [loader(seed=0).batch_at(2, 0).tolist()] * 4
 
 
 def test_the_order_ignores_and_leaves_the_global_generator():

@@ -16,12 +16,13 @@ def test_what_autograd_saves_of_the_mlp() -> None:
     module, _ = made("mlp", "adamw", 0)
     batch = batches(module, 1)[0]
     rows, width, classes, labels = 8, 8, 3, 8
-    activations = 8 * rows * width * 4  # of three layers, and the last one scaled for the readout; in float64
+    activations, readout = 8 * rows * width, 8 * width * classes  # in float64
     probabilities = 8 * rows * classes
     entropy = 8 * labels + 16  # its own labels in the order that the loss takes, and two numbers
-    assert saved_per_model(module, loss_of, batch) == (activations + probabilities + entropy, 8 * rows * width)
+    # of three layers, and the last one scaled for the readout
+    assert saved_per_model(module, loss_of, batch) == (4 * activations + probabilities + entropy, activations)
     by_kernel = saved_per_model(module, loss_of, batch, module.stacked_losses())
-    assert by_kernel == (activations + probabilities, 8 * rows * width)  # the labels are those of the batch
+    assert by_kernel == (3 * activations + readout + probabilities, activations)  # the labels are those of the batch
 
 
 @pytest.mark.parametrize(("optimizer", "states"), [(torch.optim.SGD, 1), (torch.optim.AdamW, 2)])
