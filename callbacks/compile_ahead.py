@@ -56,12 +56,6 @@ def memory_format(name: str) -> torch.memory_format:
 copyreg.pickle(torch.memory_format, lambda value: (memory_format, (str(value),)))
 
 
-def pays_ahead(trainer: Trainer, module: Growable) -> bool:
-    """Whether a run should compile ahead: if it is compiled on one GPU, beside which the host has time."""
-    is_compiled = module.hparams["compile"] and not module.is_in_stack
-    return is_compiled and trainer.world_size == 1 and module.device.type == "cuda"
-
-
 def start_compiling(trainer: Trainer, module: Growable, size: Size, batch: Any) -> subprocess.Popen[bytes] | None:
     """A process that compiles a module at a size for batches like this one; None if it cannot be started."""
     try:

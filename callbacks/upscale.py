@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from mupscale.callbacks.compile_ahead import pays_ahead, start_compiling
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.swap import (
@@ -380,6 +379,8 @@ class UpscaleCallback(Swap, Strides):
             return
         coming = [swap for swap in swaps_of(trainer) if swap._is_to_come(module)]
         if coming[:1] == [self] and not self.is_due(trainer, module):
+            from mupscale.callbacks.compile_ahead import start_compiling  # most runs do not
+
             self.ahead = start_compiling(trainer, module, self.size_after(module.size), batch)
 
     def _end_ahead(self) -> None:
@@ -599,6 +600,12 @@ def _count_weights(growth: Plan) -> tuple[int, int]:
 def growth_text(summary: dict[str, Any]) -> str:
     noun = "" if isinstance(summary["before"], str) else "width "
     return f"{noun}{summary['before']} → {summary['after']}"
+
+
+def pays_ahead(trainer: Trainer, module: Growable) -> bool:
+    """Whether to compile ahead: a run that is compiled on one GPU, beside which the host has time."""
+    is_compiled = module.hparams["compile"] and not module.is_in_stack
+    return is_compiled and trainer.world_size == 1 and module.device.type == "cuda"
 
 
 def swaps_of(trainer: Trainer) -> list[UpscaleCallback]:

@@ -34,7 +34,6 @@ from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.tensorboard import keep_tables, log_folders
 from mupscale.callbacks.upscale import UpscaleCallback, is_smaller, refuse_schedule, swaps_of
 from mupscale.commands import config as configuration
-from mupscale.commands._jsonargparse import arguments_of, key_and_problem, unknown_class, unknown_key
 from mupscale.commands.checkpoints import checked, refuse_changes
 from mupscale.commands.config import Config, Parsed, derive, dictionary, given, known, with_merged_callback_args
 from mupscale.commands.mistakes import IN_TRAINING, line_about
@@ -75,6 +74,8 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
+        from mupscale.commands._jsonargparse import arguments_of, key_and_problem, unknown_class, unknown_key
+
         key, text = key_and_problem(message)
         kind = {"model": Growable, "data": LightningDataModule, "trainer.callbacks": Callback}.get(key)
         class_name, unknown = unknown_class(message), unknown_key(message)
@@ -424,6 +425,8 @@ def opened(
                 start=start,
             )
     except Exception as error:
+        from mupscale.commands._jsonargparse import key_and_problem
+
         is_mistake = isinstance(error, MisconfigurationException if journal.has_begun else MISTAKES)
         if journal.has_stepped and not is_mistake:
             error.add_note(IN_TRAINING)

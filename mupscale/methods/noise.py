@@ -31,7 +31,6 @@ from torch import Tensor
 
 from mupscale.data_files import json_of
 from mupscale.errors import UserError, refuse_unless_level
-from mupscale.spectral import spectral_norms
 from mupscale.text_tables import unwrapped
 from mupscale.widening import table
 from mupscale.widening.growth import Growth, centre_
@@ -172,8 +171,8 @@ class SignalNoise(Noise):
 
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor:
         # of unlike pieces the norm does not follow from the narrow one
-        signal = spectral_norms(_matrices(widened, entry)) if entry.mixed else widened_norms(entry, narrow)
-        ratio = self.t * signal / spectral_norms(_matrices(delta, entry)).to(signal.device)
+        signal = _norms(widened, entry) if entry.mixed else widened_norms(entry, narrow)
+        ratio = self.t * signal / _norms(delta, entry).to(signal.device)
         return ratio.reshape(_positions(entry))
 
     def reads_widened(self, entry: Growth) -> bool:
@@ -338,7 +337,14 @@ def _drawn(target: Tensor, entry: Growth, noise: Noise, narrow: Tensor, seed: in
 
 def widened_norms(entry: Growth, narrow: Tensor) -> Tensor:
     """‖W̃‖ of every matrix of the widened weight, without `rescale`."""
-    return spectral_norms(_matrices(narrow, entry)) * table.spectral(entry.scale) / entry.rescale
+    return _norms(narrow, entry) * table.spectral(entry.scale) / entry.rescale
+
+
+def _norms(tensor: Tensor, entry: Growth) -> Tensor:
+    """The spectral norm of every matrix."""
+    from mupscale.spectral import spectral_norms  # few kinds of noise need it
+
+    return spectral_norms(_matrices(tensor, entry))
 
 
 def _matrices(tensor: Tensor, entry: Growth) -> Tensor:

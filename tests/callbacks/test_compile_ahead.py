@@ -84,7 +84,7 @@ def test_the_process_ends_with_the_growth_or_the_run(
 ) -> None:
     watching = Watching(fails)
     monkeypatch.setattr(compile_ahead, "PROGRAM", "import sys, time; sys.stdin.buffer.read(); time.sleep(600)")
-    monkeypatch.setattr(upscale, "start_compiling", watching.start)
+    monkeypatch.setattr(compile_ahead, "start_compiling", watching.start)
     monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
     with pytest.raises(RuntimeError, match="the run fails") if fails else nullcontext():
         fit(gpt2(), tmp_path, 4, UpscaleCallback(3, 16), watching)
