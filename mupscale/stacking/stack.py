@@ -322,7 +322,8 @@ def bytes_per_model(
     fixed = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     weights = _bytes(trained)
     saved, largest_saved = saved_per_model(model, loss, batch, losses)
-    backward = saved + 2 * largest_saved  # the gradients that enter and leave an operation
+    # the gradients that enter and leave an operation; with kernels of its own a GPU was found to hold one more
+    backward = saved + (2 if losses is None else 3) * largest_saved
     largest = max((parameter.nbytes for parameter in trained), default=0)
     update = weights + (5 if grown else 2) * largest  # clipped gradients, and the temporaries of one weight
     masks = sum(parameter.numel() for parameter in trained) if grown else 0
