@@ -6,7 +6,7 @@ import pytest
 import yaml
 from command_line import refused
 
-from mupscale.commands import _jsonargparse, cli
+from mupscale.commands import _jsonargparse
 from mupscale.commands.cli import parsed
 from mupscale.errors import UserError
 
@@ -65,12 +65,13 @@ def message(change: dict[str, object]) -> str:
 
 def test_every_phrase_that_is_left_out_is_one_that_jsonargparse_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
+    key_and_problem = _jsonargparse.key_and_problem
 
     def noted(text: str) -> tuple[str, str]:
         said.append(text)
-        return _jsonargparse.key_and_problem(text)
+        return key_and_problem(text)
 
-    monkeypatch.setattr(cli, "key_and_problem", noted)
+    monkeypatch.setattr(_jsonargparse, "key_and_problem", noted)
     for name in ("noise that is a number", "a class inside a class"):
         message(REMEDIES[name][0])
     unused = [phrase for phrase in _jsonargparse.GENERIC if not any(phrase in text for text in said)]
