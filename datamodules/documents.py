@@ -249,7 +249,10 @@ def _parquet_rows(file: Path, row: int) -> Iterator[tuple[str, int]]:
         kinds = [str(field.type) for field in table.schema_arrow if field.name == "text"]
         if kinds not in (["string"], ["large_string"]):
             raise UserError(f"it needs a column `text` of strings, its columns are {table.schema_arrow.names}")
-        batches = table.iter_batches(256, columns=["text"])
+        skipped, first = row, 0  # of row groups that are done nothing is read
+        while first < table.num_row_groups and (rows := table.metadata.row_group(first).num_rows) <= skipped:
+            skipped, first = skipped - rows, first + 1
+        batches = table.iter_batches(256, row_groups=list(range(first, table.num_row_groups)), columns=["text"])
         texts = chain.from_iterable(batch.column("text").to_pylist() for batch in batches)
-        for number, text in enumerate(islice(texts, row, None), row + 1):
+        for number, text in enumerate(islice(texts, skipped, None), row + 1):
             yield text or "", number

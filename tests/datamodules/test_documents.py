@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from corpus import ENTRIES, write_hub, write_jsonl, write_parquet, write_text
+from pyarrow.parquet import ParquetFile
 
 from mupscale.datamodules import documents
 from mupscale.datamodules.documents import FineWebEdu, TextFiles
@@ -67,6 +68,22 @@ def test_half_a_surrogate_pair_and_nothing_at_all_are_no_reason_to_fail(tmp_path
     write_parquet(tmp_path / "b.parquet", ["c", None, "d"])
     files = [tmp_path / name for name in ("a.jsonl", "b.parquet")]
     assert [batch for batch, _ in TextFiles(files).batches(None)] == [["a? b", "😀", "c", "d"]]
+
+
+def test_of_parquet_only_the_rest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = write_parquet(tmp_path / "a.parquet", [f"document {number}" for number in range(30)])  # groups of seven rows
+    read: list[list[int]] = []
+    iter_batches = ParquetFile.iter_batches
+
+    def counted(table: ParquetFile, *arguments: object, row_groups: list[int], **options: object) -> object:
+        read.append(row_groups)
+        return iter_batches(table, *arguments, row_groups=row_groups, **options)
+
+    monkeypatch.setattr(ParquetFile, "iter_batches", counted)
+    for row in (0, 6, 7, 20, 28, 29, 30):
+        rest = [document for batch, _ in TextFiles([file]).batches([0, row]) for document in batch]
+        assert rest == [f"document {number}" for number in range(row, 30)]
+    assert read == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [1, 2, 3, 4], [2, 3, 4], [4], [4], []]
 
 
 @pytest.mark.slow
