@@ -4,7 +4,6 @@ The process fills torch's caches of compiled code on disk. The first step after 
 only traces the network: a second, in the place of ten or more. If anything goes wrong in it, that step compiles.
 """
 
-import copyreg
 import ctypes
 import os
 import pickle
@@ -42,18 +41,6 @@ PR_SET_PDEATHSIG = 1
 
 NICE = 10
 """The process gives way to the run, by so much."""
-
-
-def memory_format(name: str) -> torch.memory_format:
-    """By its name, such as `torch.contiguous_format`."""
-    answer = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(answer, torch.memory_format)
-    return answer
-
-
-# torch finds its compiled code by a hash of pickled objects, and Python pickles a memory format with the name of the
-# first module in this process that has an attribute `torch`: another process has another one
-copyreg.pickle(torch.memory_format, lambda value: (memory_format, (str(value),)))
 
 
 def start_compiling(trainer: Trainer, module: Growable, size: Size, batch: Any) -> subprocess.Popen[bytes] | None:

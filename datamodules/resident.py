@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from threading import Thread
 from typing import Any, ClassVar, Protocol, Self
-from weakref import WeakValueDictionary
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -105,10 +104,9 @@ class ResidentLoader:
         self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
         self.epoch = self.position = 0  # how many batches of the epoch were drawn
         self._drawn_from = False
-        self._plan: tuple[int, Plan] | None = None
-        """The last one that was used, with its epoch."""
+        self._plans = Plans()
         self._joint: tuple[Any, JointPlan] | None = None
-        """Likewise of several loaders, with their `order`s."""
+        """The last plan of several loaders that was used, with its epoch and their `order`s."""
 
     def __len__(self) -> int:
         return self._batches
@@ -140,10 +138,20 @@ class ResidentLoader:
 
     def batch_at(self, epoch: int, position: int) -> Any:
         """The batch that iteration yields at this position, from 0 on, of this epoch. Does not move the loader."""
-        if self._plan is None or self._plan[0] != epoch:
-            self._plan = epoch, self._new_plan(epoch)
         share = self._share_of(position)
-        return _unpacked(self._batch(*(entries[share] for entries in self._plan[1])))
+        return _unpacked(self._batch(*(entries[share] for entries in self._plan_of(epoch))))
+
+    def share_plans(self, plans: "dict[Any, Plans]") -> None:
+        """Draws no plan that another loader of the same order has drawn, if that one was called with these `plans` too.
+
+        All of them are used by one thread, at one epoch.
+        """
+        self._plans = plans.setdefault(self.order, self._plans)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has other tensors, and draws its plans itself."""
+        own = {"_plans": Plans(), "_joint": None}
+        return {name: value for name, value in (vars(self) | own).items() if name != "order"}
 
     @cached_property
     def order(self) -> tuple[Any, ...]:
@@ -201,26 +209,26 @@ class ResidentLoader:
         digest = hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
+    def _plan_of(self, epoch: int) -> Plan:
+        last = self._plans.last
+        if last is None or last[0] != epoch:
+            with torch.inference_mode(False):  # a validation may be the first to ask
+                self._plans.last = last = epoch, self._new_plan(epoch)
+        return last[1]
+
     def _new_plan(self, epoch: int) -> Plan:
         """The plan of an epoch on the device of the data. That of the next epoch is drawn meanwhile."""
-        plans, plan = self._plans, None
-        if plans.last is not None and plans.last[0] == epoch:
-            return plans.last[1]
-        if plans.ahead is not None and plans.ahead.epoch == epoch:
-            plans.ahead.join()
-            plan = plans.ahead.plan
+        plan, ahead = None, self._plans.ahead
+        if ahead is not None and ahead.epoch == epoch:
+            ahead.join()
+            plan = ahead.plan
         if plan is None:
             plan = self._draw_plan(epoch)
         if self._rows >= LONG and (self._shuffle or len(plan) > 1):
             with suppress(RuntimeError):  # where no thread can be started, it is drawn when it is needed
-                plans.ahead = PlanDrawing(self, epoch + 1)
+                self._plans.ahead = PlanDrawing(self, epoch + 1)
         # from pinned memory, the host does not wait for the steps under way
-        plans.last = epoch, tuple(x.to(self.tensors[0].device, non_blocking=x.is_pinned()) for x in plan)
-        return plans.last[1]
-
-    @cached_property
-    def _plans(self) -> "Plans":
-        return _PLANS.setdefault(self.order, Plans())
+        return tuple(entries.to(self.tensors[0].device, non_blocking=entries.is_pinned()) for entries in plan)
 
     def _draw_plan(self, epoch: int) -> tuple[Tensor, ...]:
         """Order and chances of an epoch on the CPU; for a GPU, in pinned memory."""
@@ -237,7 +245,7 @@ class ResidentLoader:
         if not vars(type(self)).get("_rows_stand_alone") or any(order[:-1] != self.order[:-1] for order in key[1]):
             return None
         distinct = {loader.order: loader for loader in loaders}
-        plans = {order: loader._new_plan(epoch) for order, loader in distinct.items()}
+        plans = {order: loader._plan_of(epoch) for order, loader in distinct.items()}
         plan = tuple(map(self._by_position, zip(*(plans[order] for order in key[1]), strict=True)))
         self._joint = key, plan
         return plan
@@ -259,16 +267,12 @@ class ResidentLoader:
 
 
 class Plans:
-    """What loaders of one order share: a stack has a hundred of them."""
+    """Those of a loader, or of several that have the same order."""
 
     def __init__(self) -> None:
         self.last: tuple[int, Plan] | None = None
-        """The plan that was drawn last, with its epoch."""
+        """The one that was used last, with its epoch."""
         self.ahead: PlanDrawing | None = None
-
-
-_PLANS: WeakValueDictionary[Hashable, Plans] = WeakValueDictionary()
-"""By the `order` of loaders that exist."""
 
 
 class PlanDrawing(Thread):
@@ -287,9 +291,6 @@ class PlanDrawing(Thread):
         with suppress(Exception):  # the loader then draws it again, and an error is its own
             self.plan = self._loader._draw_plan(self.epoch)
         del self._loader  # or each would hold the other
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of a loader draws its plans itself
 
 
 def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) -> Any:

@@ -127,7 +127,11 @@ class MLP(Classifier):
                 x = torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
             x = torch.relu(x)
         weight, bias = (parameters[f"net.readout.{name}"] for name in ("weight", "bias"))
-        logits = torch.baddbmm(bias.unsqueeze(1), x, self.net.readout.multiplier * weight.transpose(1, 2))
+        if weight.dtype == torch.float16:  # in which small weights would lose digits
+            x = self.net.readout.multiplier * x
+        else:  # there are fewer of them
+            weight = self.net.readout.multiplier * weight
+        logits = torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
         labels = labels.expand(len(weight), -1) if shared else labels
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
 

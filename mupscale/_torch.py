@@ -1,6 +1,7 @@
 """All uses of private names of torch; `tests/test_seams.py` fails if a release changes one."""
 
 import copy
+import copyreg
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,18 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 WeightNormParametrization = parametrizations._WeightNorm
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+
+
+def memory_format(name: str) -> torch.memory_format:
+    """By its name, such as `torch.contiguous_format`."""
+    answer = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(answer, torch.memory_format)
+    return answer
+
+
+# torch finds its compiled code by a hash of pickled objects, and Python pickles a memory format with the name of the
+# first module in this process that has an attribute `torch`: another process has another one
+copyreg.pickle(torch.memory_format, lambda value: (memory_format, (str(value),)))
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -20,6 +20,7 @@ from tiers import slow_except
 from mupscale.__main__ import main
 from mupscale.callbacks.curves import Curves
 from mupscale.commands.lab.stack_loop import StackedSteps
+from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import Growable
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -134,6 +135,21 @@ def test_what_does_not_stack_is_trained_all_the_same(
     apart = swept("apart", config, *options, "--stack", "off")
     assert not unlike(stacked, apart, within=1e-12)
     assert bool(unlike(stacked, apart)) == (line is None)
+
+
+def test_the_order_of_an_epoch_is_drawn_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, drawn = ResidentLoader._draw_plan, []
+
+    def noted(loader: ResidentLoader, epoch: int) -> Any:
+        if loader._shuffle:
+            drawn.append(epoch)
+        return draw(loader, epoch)
+
+    monkeypatch.setattr(ResidentLoader, "_draw_plan", noted)
+    config = small(tmp_path / "c.yaml", upscale(5, 16), max_steps=9, val_check_interval=1.0)
+    options = ["--data.batch_size=2000", "--stack", "auto"]  # three steps an epoch
+    swept("stacked", config, "--sweep", f"{LR}=0.01,0.02,0.03", *options)
+    assert drawn == [0, 1, 2]
 
 
 # --- trials that end early

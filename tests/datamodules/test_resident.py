@@ -94,17 +94,41 @@ def test_a_thread_draws_the_next_order_while_an_epoch_is_used(monkeypatch: pytes
     assert [epoch(alone), epoch(alone)] == epochs[:2]
 
 
-def test_loaders_of_one_order_draw_it_once(monkeypatch: pytest.MonkeyPatch):
+def test_loaders_that_share_plans_draw_those_of_one_order_once(monkeypatch: pytest.MonkeyPatch):
     """A stack has a hundred of them; another seed has an order of its own."""
     draw, drawn = ResidentLoader._draw_plan, []
     monkeypatch.setattr(ResidentLoader, "_draw_plan", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
-    first, other = loader(seed=0), loader(seed=1)
-    rest = [ResidentLoader(first.tensors, BATCH, shuffle=True, drop_last=True, seed=0) for _ in range(3)]
-    batches = [data.batch_at(2, 0).tolist() for data in (first, *rest)]
-    assert drawn == [2]
-    other.batch_at(2, 0)
+    tensors, plans = loader().tensors, {}
+    loaders = [ResidentLoader(tensors, BATCH, shuffle=True, drop_last=True, seed=seed) for seed in (0, 0, 0, 1)]
+    for data in loaders:
+        data.share_plans(plans)
+    batches = [data.batch_at(2, 0).tolist() for data in loaders]
+    joint_batch(loaders, 2, 1)
     assert drawn == [2, 2]
-    assert batches == [loader(seed=0).batch_at(2, 0).tolist()] * 4
+    assert batches == [loader(seed=seed).batch_at(2, 0).tolist() for seed in (0, 0, 0, 1)]
+
+
+def test_a_copy_with_other_data_has_another_order():
+    first = loader()
+    first.share_plans({})
+    copied = deepcopy(first)
+    copied.tensors[0].add_(1000)
+    assert copied.order != first.order
+    assert joint_batch([first, copied], 0, 0).tolist() == [
+        first.batch_at(0, 0).tolist(),
+        (first.batch_at(0, 0) + 1000).tolist(),
+    ]
+
+
+def test_a_plan_that_a_validation_draws_can_be_trained_with():
+    class Numbered(ResidentLoader):
+        def _batch(self, rows: torch.Tensor, *chances: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (rows,)
+
+    data = Numbered(loader().tensors, BATCH, shuffle=True)
+    with torch.inference_mode():
+        data.batch_at(0, 0)
+    assert not data.batch_at(0, 0).is_inference()
 
 
 def test_the_order_ignores_and_leaves_the_global_generator():

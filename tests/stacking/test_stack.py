@@ -9,10 +9,12 @@ from stacks import CARRIED, MIXED, UNLIKE, Rules, batches, grown, loss_of, made,
 from tiers import slow_except
 from tiny_modules import mlp
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.models.base import Growable
+from mupscale.models.mlp import MLP
 from mupscale.stacking.stack import Stack
 from mupscale.widening.stepping import step_records
 
@@ -216,6 +218,22 @@ def test_the_mlp_trains_to_the_same_bits_in_any_stack(optimizer: str, dtype: tor
     for indices in ((1, 0), (2, 3, 1), (3, 1, 2, 0, 3, 1, 2)):
         for index, tensors in trained(*indices).items():
             assert all(map(torch.equal, tensors, alone[index])), indices
+
+
+def test_small_weights_of_the_readout_keep_their_digits_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = MLP(1024, 1, hidden_layers=1)
+    module.configure_model()
+    torch.nn.init.normal_(module.net.readout.weight, std=1e-3)
+    x, labels = torch.randn(64, 54), torch.randint(7, (64,))
+    exact = module.net.double()(x.double())
+    module.half()
+    logits: list[Tensor] = []
+    entropy = F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda x, *rest, **more: (logits.append(x), entropy(x, *rest, **more))[1])
+    parameters = {name: parameter[None] for name, parameter in module.named_parameters()}
+    module.stacked_losses()(parameters, {}, (x.half(), labels), True)
+    assert ((logits[0] - exact).norm() / exact.norm()).item() < 0.005
 
 
 def test_a_step_reads_what_it_is_given() -> None:

@@ -30,7 +30,7 @@ from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.upscale import size_after_all, swaps_of
 from mupscale.commands.process import Terminated
 from mupscale.cuda_graph import batch_kind
-from mupscale.datamodules.resident import joint_batch
+from mupscale.datamodules.resident import Plans, ResidentLoader, joint_batch
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
 from mupscale.models import _lightning as loops
@@ -78,6 +78,15 @@ class StackedEpochLoop(LeanEpochLoop):
     score: Callable[[], Scores]
     """Validates this fit alone."""
 
+    plans: dict[Any, Plans]
+    """Of the data of all fits, by its order: a hundred fits would draw the same one a hundred times."""
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        loader = loops.training_loader(self.trainer)
+        if isinstance(loader, ResidentLoader):
+            loader.share_plans(self.plans)
+        super().on_run_start(data_fetcher)
+
     def awaits_scores(self, data_fetcher: Any) -> bool:
         """Whether a validation is due that a stack can compute."""
         is_due = not self.trainer.should_stop and self.is_validation_next(data_fetcher)
@@ -96,9 +105,9 @@ class StackedFit:
     Each fit has its own random numbers, standard output, and seed in the environment, in which its hooks are called.
     """
 
-    def __init__(self, opening: Opening) -> None:
-        """`opening` has a trainer with a FastLoop."""
-        self._opening = opening
+    def __init__(self, opening: Opening, plans: dict[Any, Plans]) -> None:
+        """`opening` has a trainer with a FastLoop. `plans` are those of the data of all fits."""
+        self._opening, self._plans = opening, plans
         self._steps = self._leave_steps_out()
         self._own = ProcessState()
         self.is_over = False
@@ -120,6 +129,7 @@ class StackedFit:
                 self.module.is_in_stack = True
                 self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
                 self.loop = StackedEpochLoop(self.trainer.fit_loop.epoch_loop)
+                self.loop.plans = self._plans
                 self.loop.score = lambda: StackedSteps([self]).scores()[0]
                 self.trainer.fit_loop.epoch_loop = self.loop
                 yield from fit_in_steps(self.trainer, **arguments)
@@ -290,6 +300,7 @@ class StackLoop:
         """
         self._openings, self._most, self._progress = iter(openings), most, progress
         self._fits: list[StackedFit] = []
+        self._plans: dict[Any, Plans] = {}
         self._steps: StackedSteps | None = None
 
     def run(self) -> None:
@@ -308,7 +319,7 @@ class StackLoop:
         """Starts the fits, up to their first steps."""
         most = sys.maxsize
         while len(self._fits) < most and (opening := next(self._openings, None)) is not None:
-            fit = StackedFit(opening)
+            fit = StackedFit(opening, self._plans)
             self._fits.append(fit)
             fit.begin()
             if fit.is_over:
