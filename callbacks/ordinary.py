@@ -5,6 +5,7 @@ parameters need different rates, and rescaled by Table 1.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -12,20 +13,22 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import is_compiled_in_place
 from mupscale.base_shapes import clip_grad_norm_
-from mupscale.callbacks.swap import keeps_loss, refuse_shared_rates
+from mupscale.callbacks.rate_watch import RateWatch
+from mupscale.callbacks.swap import keeps_loss, rate_factors, refuse_shared_rates
 from mupscale.checks.recording import attributes_of, generators_kept, leaves_of, state_kept
-from mupscale.errors import UserError
+from mupscale.errors import UserError, prefix_errors
 from mupscale.growing.upscale import find_plan
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.methods.noise import Noise
 from mupscale.models._lightning import (
+    OF_EVERY_MODULE,
     averaged_copy,
     averaging_callbacks,
     is_compiled,
@@ -45,10 +48,14 @@ from mupscale.models.ordinary import (
 )
 from mupscale.models.quiet_step import ModuleCall, QuietStep
 from mupscale.schedules import spread_schedule_
-from mupscale.widening.hints import Hints
+from mupscale.widening.hints import Hints, refuse_lazy
 from mupscale.widening.layers import Depth, joined
+from mupscale.widening.optimizers import rule_of
 from mupscale.widening.state import Continuation, Source
 from mupscale.widening.stepping import attach, names_by_id
+
+Outside = dict[str, tuple[str, list[tuple[nn.Parameter, int]]]]
+"""By the attribute: the class of what is in it, and its parameters, each with the version that it had."""
 
 SAMPLES = 4
 """Of the batch on which the narrow and the wide module are compared, if `training_step` works with so few."""
@@ -64,12 +71,17 @@ class OrdinaryGrowth:
         self.is_done = False
         self.hints: Hints | None = None
         self._built: Attributes = {}
+        self._watches: list[RateWatch] = []
+        """One for each optimizer, if its groups will have different rates; all growths of a run share them."""
+        self._outside: Outside = {}
 
     # --- before the first step
 
     def setup(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuses what cannot work, and remembers the module as it is."""
         name = type(module).__name__
+        with prefix_errors(f"UpscaleCallback: {name}"):
+            refuse_lazy(module)
         self.recipe.refuse_unknown(module)
         if module.device_mesh is not None or trainer.strategy.restore_checkpoint_after_setup:
             raise UserError(
@@ -96,6 +108,15 @@ class OrdinaryGrowth:
         self.clip_by_width_invariant_norm(trainer, module)
         if not self.is_done and not earlier and self.recipe.may_be_there(module):
             self.is_done = shapes_of(self.recipe.build(module, trainer)) == shapes_of(module)
+            if self.is_done and not trainer.global_step:
+                rank_zero_warn(
+                    f"UpscaleCallback.{self.recipe}: {type(module).__name__} has this size and does not grow"
+                )
+        if not self.is_done:
+            for optimizer in trainer.optimizers:
+                with prefix_errors(f"UpscaleCallback: {type(module).__name__}.configure_optimizers"):
+                    rule_of(optimizer)
+            self.recipe.refuse_settings(module, trainer.optimizers)
 
     def check(
         self,
@@ -122,6 +143,9 @@ class OrdinaryGrowth:
             checked = find_plan(narrow, wide.to(module.device), step, hints, "discover")
         except UserError as error:
             reason = str(error).removeprefix("upscale: ").replace("what call(model) returns", "the loss")
+            reason = re.sub(
+                r"hints=Hints\(blocks=(\{.*?\}\})\)", r"width_blocks = \1, an attribute of the module", reason
+            )
             raise UserError(f"UpscaleCallback.{self.recipe}: {reason}. {REMEDY}") from error
         _refuse_kept_tensors(step, narrow, wide)
         self.hints = trainer.strategy.broadcast(_bare(checked.hints))
@@ -129,9 +153,26 @@ class OrdinaryGrowth:
         growth_plan = method.plan(narrow, wide, self.hints)
         method.choose_noise(noise, growth_plan, narrow)
         if earlier:
+            self._watches = earlier[0]._watches
             return
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         refuse_shared_rates(module, module, schedulers, growth_plan, method.rates)
+        self._outside = _parameters_in_attributes(module)
+        self._watches[:] = [
+            RateWatch(optimizer, [each for each in schedulers if each.optimizer is optimizer], type(module).__name__)
+            for optimizer in trainer.optimizers
+            if len(rate_factors(optimizer, module, growth_plan, method.rates)) > 1
+        ]
+
+    def refuse_moving_modules(self, module: LightningModule) -> None:
+        """Raises a UserError if a step has changed parameters of networks that the module does not know as its own."""
+        for name, (owner, versions) in self._outside.items():
+            if any(parameter._version != version for parameter, version in versions):
+                raise UserError(
+                    f"UpscaleCallback: {type(module).__name__} trains or updates a {owner} that it keeps in {name!r}, "
+                    "where it would not grow. Assign it to an attribute of its own, or keep it in a ModuleList, "
+                    "ModuleDict or ParameterList"
+                )
 
     def quiet_step(self, trainer: Trainer, batch: Any, batch_idx: int = 0) -> QuietStep:
         return QuietStep(trainer, batch, batch_idx, self.call)
@@ -177,6 +218,8 @@ class OrdinaryGrowth:
             if lr is not None:
                 of_groups = _rescale_(optimizer, groups, of_groups, lr)
             _regroup_(trainer, optimizer, groups, of_groups)
+            for watch in self._watches:
+                watch.go_on(optimizer, of_groups)
             optimizer.state.clear()
             optimizer.state.update(continued.state)
         with replace_attributes(trainer.strategy, {"setup_optimizers": lambda trainer: None}):  # it keeps its own
@@ -211,26 +254,45 @@ class OrdinaryGrowth:
             }
             self.hints = Hints(blocks=blocks, **known)
 
-    def rebuild(self, trainer: Trainer, module: LightningModule) -> None:
-        """Gives the module the layers of a checkpoint that was written after this growth."""
-        self._graft(trainer, module)
+    def rebuild(self, trainer: Trainer, module: LightningModule, recipe: Recipe | None = None) -> None:
+        """Gives the module the layers of a checkpoint that was written after this growth, or those of a recipe."""
+        recipe = recipe or self.recipe
+        graft_(module, recipe.build(module, trainer), recipe.hparams, self._built)
         self._built = plain_attributes(module)
         for callback in averaging_callbacks(module):
             set_average(callback, averaged_copy(callback, module))
 
+    def take_back(self, trainer: Trainer, module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
+        """Gives a module that has grown the layers of a checkpoint that was written before."""
+        saved = checkpoint.get("hyper_parameters", {})
+        before = {name: saved[name] for name in self.recipe.hparams or () if name in saved}
+        if before and self.recipe.may_be_there(module):
+            self.rebuild(trainer, module, Recipe(before, None))
+        elif self.recipe.make is not None and self.is_done:
+            raise UserError(
+                f"UpscaleCallback.make: the checkpoint was written before the growth, and {type(module).__name__} has "
+                "grown since. Load it into a new module"
+            )
+
     @staticmethod
     def load_growths(
-        trainer: Trainer, module: LightningModule, growths: Callable[[dict[str, Any]], list["OrdinaryGrowth"]]
+        trainer: Trainer, module: LightningModule, grown_in: Callable[[Any], list[tuple["OrdinaryGrowth", bool]]]
     ) -> None:
-        """Lets a module take the layers of a checkpoint before its weights load, by the growths before that."""
+        """Lets a module take the layers of a checkpoint before its weights load.
+
+        `grown_in` gives all growths in their order, and whether the checkpoint was written after each.
+        """
         if "on_load_checkpoint" in vars(module):
             return  # another callback has done it
         original = module.on_load_checkpoint
 
         def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
             del vars(module)["on_load_checkpoint"]
-            for growth in growths(checkpoint):
+            growths = grown_in(checkpoint)
+            for growth in (growth for growth, is_in in growths if is_in):
                 growth.rebuild(trainer, module)
+            for growth in (growth for growth, is_in in growths if not is_in):
+                growth.take_back(trainer, module, checkpoint)
             if isinstance(trainer.precision_plugin, DoublePrecision):
                 module.double()  # Lightning does so after it has loaded the weights, which were rounded then
             original(checkpoint)
@@ -335,6 +397,22 @@ def _refuse_kept_tensors(step: QuietStep, narrow: LightningModule, wide: Lightni
                 f"shape {left[name][0]}, or {of_wide[name][0]} in the wide module; attributes do not grow. Keep "
                 "them in buffers (self.register_buffer), which do"
             )
+
+
+def _parameters_in_attributes(module: nn.Module) -> Outside:
+    """The parameters of modules, and those alone, that a module or a part of it has in containers of its attributes."""
+    known = names_by_id(module)
+    answer: Outside = {}
+    for prefix, part in module.named_modules():
+        for name, value in attributes_of(part).items():
+            if name in OF_EVERY_MODULE:
+                continue
+            for leaf in leaves_of(value):
+                found = leaf.parameters() if isinstance(leaf, nn.Module) else [leaf]
+                own = [p for p in found if isinstance(p, nn.Parameter) and id(p) not in known]
+                if own:
+                    answer[joined(prefix, name)] = type(leaf).__name__, [(p, p._version) for p in own]
+    return answer
 
 
 def _total_loss(step: QuietStep, module: LightningModule) -> Tensor:

@@ -46,7 +46,7 @@ from mupscale.models.base import Growable, has_own_optimizers, init_contexts, wi
 from mupscale.models.checkpoint import Layers, Size, Width
 from mupscale.models.growth_check import depth_between
 from mupscale.models.quiet_step import run_eagerly
-from mupscale.schedules import continue_schedule, refuse_one_rate_for_all
+from mupscale.schedules import continue_schedule, follows_rates, refuse_one_rate_for_all
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, layer_at
@@ -284,15 +284,24 @@ def refuse_shared_rates(
     module: LightningModule, narrow: nn.Module, schedulers: Sequence[Any], growth: Plan, rates_of: RatesOf
 ) -> None:
     """Raises a UserError for a schedule with one rate for all groups, if the growth changes their rates differently."""
-    names = names_by_id(narrow)
     for scheduler in schedulers:
-        rule, groups = rule_of(scheduler.optimizer), scheduler.optimizer.param_groups
-        group_of = {names.get(id(parameter)): group for group in groups for parameter in group["params"]}
-        entries = [entry for entry in growth.parameters.values() if entry.origin in group_of]
-        factors = {rule.scale(group_of[entry.origin], rates_of(entry)).lr for entry in entries}
+        factors = rate_factors(scheduler.optimizer, narrow, growth, rates_of)
         schedule = f"{type(module).__name__}.configure_optimizers: {type(scheduler).__name__}"
         remedy = "Use a schedule relative to each group's rate: eta_min = 0, LambdaLR or LinearLR"
         refuse_one_rate_for_all(scheduler.state_dict(), factors, schedule, remedy)
+        if len(factors) > 1 and not follows_rates(scheduler):
+            raise UserError(
+                f"{schedule} sets absolute rates, and after the growth the groups have different ones. Let its get_lr "
+                "multiply self.base_lrs, or use LambdaLR"
+            )
+
+
+def rate_factors(optimizer: Optimizer, narrow: nn.Module, growth: Plan, rates_of: RatesOf) -> set[float]:
+    """What a growth multiplies the rates of an optimizer's parameters by."""
+    names, rule = names_by_id(narrow), rule_of(optimizer)
+    group_of = {names.get(id(parameter)): group for group in optimizer.param_groups for parameter in group["params"]}
+    entries = [entry for entry in growth.parameters.values() if entry.origin in group_of]
+    return {rule.scale(group_of[entry.origin], rates_of(entry)).lr for entry in entries}
 
 
 class OwnBatches:

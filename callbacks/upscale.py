@@ -6,7 +6,7 @@ The swap itself is in `swap.py`.
 import math
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from mupscale.callbacks.swap import (
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import generators_kept
 from mupscale.device_memory import physical_memory, unreserved_bytes
-from mupscale.errors import UserError, prefix_errors
+from mupscale.errors import UserError, is_finite_number, prefix_errors, refuse_unless_whole, shown
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Constants, Noise
 from mupscale.models import growth_check
@@ -48,7 +48,7 @@ from mupscale.models.checkpoint import CHECKPOINT_KEY, PRE_UPSCALE, Layers, Size
 from mupscale.models.checkpoint_files import files_of, write_whole_files
 from mupscale.text_tables import notes_by_layer
 from mupscale.widening.hints import Hints
-from mupscale.widening.layers import How
+from mupscale.widening.layers import How, refuse_unknown_depth
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import StateRule, check_own_count, check_state_rule
 
@@ -116,8 +116,12 @@ class UpscaleCallback(Swap, Strides):
                 each layer several times in place; `stack`: the whole stack again; `random`: with new initial values.
                 Or the source of each layer, by the name of its list: `{blocks: [0, 0, 1, 1]}`.
         """
-        if at_step < 0:
-            raise UserError(f"UpscaleCallback.at_step must be at least 0, got {at_step}")
+        refuse_unless_whole("UpscaleCallback.at_step", at_step, least=0)
+        if hparams is not None and not isinstance(hparams, Mapping):
+            raise UserError(
+                "UpscaleCallback.hparams must be the arguments that change, with their values, such as "
+                f'{{"hidden": 256}}; got {shown(hparams)}'
+            )
         size = None if width is None and layers is None else {"width": width, "layers": layers}
         targets = {"width or layers": size, "hparams": hparams or None, "make": make}
         if sum(target is not None for target in targets.values()) != 1:
@@ -128,11 +132,13 @@ class UpscaleCallback(Swap, Strides):
         for key, number in (("width", width), ("layers", layers)):
             if number is not None:
                 refuse_bad_width(f"UpscaleCallback.{key}", number)
+        with prefix_errors("UpscaleCallback"):
+            refuse_unknown_depth(depth)
         if layers is None and width is not None and depth != "identity":
             raise UserError(f"UpscaleCallback.depth = {depth} needs layers, the target number of layers")
         if call is not None and size is not None:
             raise UserError("UpscaleCallback.call is for modules that grow by hparams or make; leave it out")
-        if lr is not None and not (math.isfinite(lr) and lr > 0):
+        if lr is not None and not (is_finite_number(lr) and lr > 0):
             raise UserError(f"UpscaleCallback.lr must be positive and finite, got {lr}")
         if noise is not None and not isinstance(noise, Noise):
             raise UserError(
@@ -324,6 +330,8 @@ class UpscaleCallback(Swap, Strides):
             elif self.ordinary is not None and not self.ordinary.is_done:
                 earlier = self._earlier(trainer)
                 self.ordinary.check(trainer, pl_module, batch, batch_idx, earlier, self.method, self.noise)
+        elif self.ordinary is not None and not self.ordinary.is_done:
+            self.ordinary.refuse_moving_modules(pl_module)
         if self.is_due(trainer, pl_module):
             self._end_ahead()
             try:
@@ -633,10 +641,10 @@ def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
                 swap.noise.check_level()
 
 
-def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[Any]:
-    """The growths before which a checkpoint was not written, in their order."""
+def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[tuple[Any, bool]]:
+    """The growths of a module that is no Growable, in their order, and whether a checkpoint was written after each."""
     states = checkpoint.get("callbacks", {})
-    return [c.ordinary for c in swaps_of(trainer) if c.ordinary is not None and "step" in states.get(c.state_key, {})]
+    return [(c.ordinary, "step" in states.get(c.state_key, {})) for c in swaps_of(trainer) if c.ordinary is not None]
 
 
 def _refuse_parameters_outside(trainer: Trainer, module: Growable) -> None:

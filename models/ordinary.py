@@ -7,17 +7,18 @@ metrics, hooks into the trainer.
 
 import copy
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from mupscale.checks.recording import generators_kept
-from mupscale.errors import UserError
+from mupscale.errors import UserError, is_finite_number
 from mupscale.models._lightning import OF_EVERY_MODULE, attach_trainer, make_alike, set_hyperparameters
 from mupscale.models.base import init_contexts
 
@@ -37,6 +38,7 @@ class Recipe:
         return "make" if self.hparams is None else f"hparams = {dict(self.hparams)}"
 
     def refuse_unknown(self, module: LightningModule) -> None:
+        """Raises a UserError for a hyperparameter that the module does not have."""
         unknown = [name for name in self.hparams or () if name not in module.hparams]
         if unknown:
             kept = ", ".join(module.hparams) or "none"
@@ -45,6 +47,20 @@ class Recipe:
                 f"({kept}). Call self.save_hyperparameters() in its __init__, or give make=, a function that returns "
                 "the wide module"
             )
+
+    def refuse_settings(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Raises a UserError for a hyperparameter that an optimizer was made with, whose settings a growth leaves."""
+        for name, value in (self.hparams or {}).items():
+            before = module.hparams[name]
+            for optimizer in optimizers:
+                for setting, own in optimizer.defaults.items():
+                    means = setting in name.lower() or (setting == "lr" and "rate" in name.lower())
+                    if means and is_finite_number(own) and before == own and before != value:
+                        remedy = "UpscaleCallback.lr changes the rate" if setting == "lr" else "leave it out"
+                        raise UserError(
+                            f"UpscaleCallback.hparams: {name} = {value} would not reach {type(optimizer).__name__}, "
+                            f"which goes on with {setting} = {own:g}: {remedy}"
+                        )
 
     def may_be_there(self, module: LightningModule) -> bool:
         """Whether a module may be the wide one already."""
@@ -118,6 +134,9 @@ def refuse_same_shapes(recipe: Recipe, narrow: nn.Module, wide: nn.Module) -> No
             f"UpscaleCallback.{recipe}: no parameter of {type(narrow).__name__} becomes larger. Name an argument that "
             "sets the size of its layers, or give make="
         )
+    for name, shape in shapes_of(wide).items():
+        if 0 in shape:
+            raise UserError(f"UpscaleCallback.{recipe}: {name!r} of the wide {type(wide).__name__} is empty, {shape}")
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,10 @@
 """Learning-rate schedules relative to the base rate of each group, and schedules of any kind across an upscale."""
 
+import copy
 import math
+import warnings
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -181,6 +184,41 @@ def refuse_one_rate_for_all(state: dict[str, Any], factors: Collection[float], s
             f"{schedule} has one absolute rate for all groups ({LEAST_RATE} = {state[LEAST_RATE]:g}), but their rates "
             f"grow by different factors. {remedy}"
         )
+
+
+TRIED = (0, 1, 10, 100)
+"""Steps after the present one at which the rates of a schedule are compared."""
+
+
+def follows_rates(scheduler: Any) -> bool:
+    """Whether the rates of a schedule of the user's own class are relative to those of groups; tried on copies.
+
+    Schedules of torch, and all that cannot be tried, pass.
+    """
+    if type(scheduler).__module__.startswith(("torch.", "mupscale.")) or inner_schedulers(scheduler):
+        return True
+    for steps in TRIED:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                whole, half = (_rates_after(scheduler, steps, factor) for factor in (1.0, 0.5))
+        except Exception:  # whatever it does with a copy
+            return True
+        if any(not math.isclose(rate, 2 * other, rel_tol=1e-6) for rate, other in zip(whole, half, strict=True)):
+            return False
+    return True
+
+
+def _rates_after(scheduler: Any, steps: int, factor: float) -> list[float]:
+    """What a schedule answers some steps later, if the rates of all groups are multiplied by a factor."""
+    groups = scheduler.optimizer.param_groups
+    asked = copy.copy(scheduler)
+    rates = {"lr", "initial_lr"}
+    own = [{key: value * factor if key in rates else value for key, value in group.items()} for group in groups]
+    asked.optimizer = SimpleNamespace(param_groups=own, defaults=scheduler.optimizer.defaults)
+    spread_schedule_(asked, [Source(index, factor) for index in range(len(groups))])
+    asked.last_epoch = scheduler.last_epoch + steps
+    asked._get_lr_called_within_step = True
+    return list(map(float, asked.get_lr()))
 
 
 def _take_absolute(state: dict[str, Any], old: dict[str, Any]) -> None:

@@ -371,8 +371,10 @@ def refuse_optimizer(module: Growable, trainer: Trainer) -> None:
 
 
 def refuse_growths(module: Growable, trainer: Trainer) -> None:
+    """Raises a UserError for growths of the configuration that a new run cannot make."""
     before = module.size
     for callback in swaps_of(trainer):
+        callback.refuse_smaller(before)
         after = callback.size_after(before)
         if is_smaller(before, after):
             callback.planned(module, before)

@@ -208,7 +208,9 @@ def find_plan(
         planned = make_plan(narrow, wide, hints=found)
         agreement = check(planned)
     except Exception as error:  # whatever a model does when it runs
-        raise UserError(f"{refusal}. A search for another plan failed: {one_line(error, 400)}") from error
+        failed = one_line(error, 400)
+        why = "" if failed in str(refusal) else f": {failed}"
+        raise UserError(f"{refusal}. A search for another plan failed{why}") from error
     if agreement.exact is False or (agreement.exact is None and not layers):
         raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
     text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"

@@ -47,12 +47,17 @@ def refuse_buffer(buffer: Growth, entries: Mapping[str, Growth], given: Mapping[
 
 
 def _no_whole_factor(entry: Growth, axis: int, missing: str) -> UserError:
-    narrow, wide = entry.narrow_shape, entry.wide_shape
+    narrow, wide = entry.narrow_shape[axis], entry.wide_shape[axis]
+    factor = -(-wide // narrow)
+    fixed, rest = divmod(factor * narrow - wide, factor - 1) if factor > 1 else (0, 0)
+    words, pieces = "", "(length, block, factor), ..."
+    if 0 < fixed < narrow and not rest:
+        words = f" (here, if the last {fixed} are fixed features)"
+        pieces = f"({narrow - fixed}, 1, {factor}), ({fixed}, 1, 1)"
     return UserError(
-        f"{entry.name!r} {narrow} → {wide}: axis {axis} does not grow by a whole factor ({wide[axis]} / "
-        f"{narrow[axis]}), and {missing} units that grow so. Choose a multiple of {narrow[axis]}, "
-        "or give the pieces of the axis: "
-        f'hints=Hints(blocks={{"{entry.name}": {{{axis}: [(length, block, factor), ...]}}}})'
+        f"{entry.name!r} {entry.narrow_shape} → {entry.wide_shape}: axis {axis} does not grow by a whole factor "
+        f"({wide} / {narrow}), and {missing} units that grow so. Choose a multiple of {narrow}, or give the pieces "
+        f'of the axis{words}: hints=Hints(blocks={{"{entry.name}": {{{axis}: [{pieces}]}}}})'
     )
 
 

@@ -56,13 +56,17 @@ Layers = dict[str, tuple[Layer, ...]]
 """By the name of the layer list."""
 
 
-def layers_of(shallow: nn.Module, deep: nn.Module, depth: Depth | None) -> Layers:
-    """Which layer of each list that is longer in the deep model comes from where; none where all are equally long."""
+def refuse_unknown_depth(depth: Any) -> None:
     if depth is not None and not isinstance(depth, Mapping) and depth not in get_args(How):
         raise UserError(
             f"depth must be {', '.join(get_args(How))}, or the source of each layer by the name of its list, "
             f'{{"layers": [0, 0, 1, 1]}}; got {shown(depth)}'
         )
+
+
+def layers_of(shallow: nn.Module, deep: nn.Module, depth: Depth | None) -> Layers:
+    """Which layer of each list that is longer in the deep model comes from where; none where all are equally long."""
+    refuse_unknown_depth(depth)
     lists = {found.name: found for found in unequal_lists(shallow, deep)}
     unknown = [name for name in depth if name not in lists] if isinstance(depth, Mapping) else []
     if unknown or (depth is not None and not lists):

@@ -189,7 +189,7 @@ def _not_registered(class_path: str) -> UserError:
         known = ", ".join(sorted(k.__name__ for k in _REGISTRY))
         return UserError(
             f"{name} is not homogeneous in the gradient ({_NOT_HOMOGENEOUS[name]}), so no rescaling continues it "
-            f"exactly. Upscale without it (narrow_opt=None), or train with one of {known}"
+            f"exactly. Train with one of {known}; the function upscale can leave it out (narrow_opt=None)"
         )
     return UserError(
         f"optimizer {class_path} is not registered. Say how it scales: "

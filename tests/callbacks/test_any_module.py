@@ -1,5 +1,6 @@
 """LightningModules that do not know mupscale grow in the middle of a run, by one added callback."""
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,113 @@ class LeastRate(Autoencoder):
         return [optimizer], [schedules.CosineAnnealingLR(optimizer, 30, eta_min=1e-5)]
 
 
+class LeastRateOfItsOwn(Autoencoder):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        return [optimizer], [Decaying(optimizer)]
+
+
+class Decaying(schedules.LRScheduler):
+    def get_lr(self) -> list[float]:
+        return [max(1e-5, rate / (1 + self.last_epoch)) for rate in [1e-3] * len(self.base_lrs)]
+
+
+class DecayingRelatively(schedules.LRScheduler):
+    def get_lr(self) -> list[float]:
+        return [rate / (1 + self.last_epoch) for rate in self.base_lrs]
+
+
+class OfOwnKind(torch.optim.AdamW):
+    pass
+
+
+class Optimized(Autoencoder):
+    """With an optimizer and a schedule of any class."""
+
+    def __init__(self, hidden: int = 8, lr: float = 0.01, kind: Any = torch.optim.AdamW, schedule: Any = None) -> None:
+        super().__init__(hidden, lr)
+        self.save_hyperparameters()
+        self.kind, self.schedule = kind, schedule
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), lr=self.hparams.lr)
+        return [optimizer], [{"scheduler": self.schedule(optimizer), "interval": "step"}] if self.schedule else []
+
+
+class Lazy(Autoencoder):
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.encoder[0] = nn.LazyLinear(hidden)
+
+
+class OneRateByHand(Optimized):
+    """As nanoGPT sets it."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = self.hparams.lr * (1 - self.trainer.global_step / 100)
+
+
+class RatesByHand(Optimized):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.97
+
+
+class Teacher(Autoencoder):
+    """A slow copy of the network, in a list so that the optimizer does not get it."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.teacher = [copy.deepcopy(self.encoder).double()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        target = self.teacher[0](batch[0]).mean().detach()
+        return super().training_step(batch, batch_idx) + 0.1 * target**2
+
+
+class MovingTeacher(Teacher):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher[0].parameters(), self.encoder.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:RatesByHand sets the learning rate of AdamW by hand")
+@pytest.mark.parametrize("make", [RatesByHand, Teacher, lambda: Optimized(schedule=DecayingRelatively)])
+def test_relative_rates_by_hand_and_a_teacher_that_stays(make: Any, tmp_path: Path) -> None:
+    runs = []
+    for swaps in ([], [UpscaleCallback(GROWS_AT, **HIDDEN)]):
+        seed_everything(0, verbose=False)
+        runs.append(fit(make(), "points", tmp_path, *swaps))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-9)
+
+
+def test_one_rate_by_hand_is_noticed_at_its_first_change_and_stops_the_grown_run(tmp_path: Path) -> None:
+    module = OneRateByHand()
+    with (
+        pytest.warns(UserWarning, match=r"OneRateByHand sets the learning rate of AdamW by hand \(0.01 → 0.0099\)"),
+        pytest.raises(
+            UserError, match=r"differ by a factor of 0.5, and .* 0.0096 and 0.0096.*group\['lr'\] \*= factor"
+        ),
+    ):
+        fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN))
+    assert module.trainer.global_step == GROWS_AT
+
+
+def test_a_network_outside_of_the_module_that_a_step_changes_is_refused_after_the_first_step(tmp_path: Path) -> None:
+    module = MovingTeacher()
+    with pytest.raises(UserError, match=r"updates a Sequential that it keeps in 'teacher'.*ModuleList"):
+        fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN))
+    assert module.trainer.global_step == 1
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_module_that_has_the_size_already_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="hparams = {'hidden': 16}: Autoencoder has this size and does not grow"):
+        fit(Autoencoder(16), "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN))
+
+
 def compiled() -> Any:
     return torch.compile(Autoencoder())
 
@@ -181,12 +289,27 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "a sum of units": (SumOfUnits, HIDDEN, {}, "does not compute and train as the narrow one.*call="),
     "not saved": (Unsaved, HIDDEN, {}, r"'hidden' is not among the hyperparameters of Unsaved \(none\).*make="),
     "another name": (Autoencoder, {"hparams": {"width": 16}}, {}, r"'width' is not among .* \(hidden, lr\)"),
-    "no growth": (Autoencoder, {"hparams": {"lr": 0.1, "hidden": 8}}, {}, "no parameter of Autoencoder becomes larger"),
+    "no growth": (Optimized, {"hparams": {"kind": None}}, {}, "no parameter of Optimized becomes larger"),
     "another class": (Autoencoder, {"make": lambda: UNet()}, {}, "make returned a UNet.*same class"),
     "a failing make": (Autoencoder, {"make": lambda: 1 // 0}, {}, r"cannot be made \(ZeroDivisionError"),
     "backward by hand": (BackwardByHand, {"hparams": {"sizes": (16, 16)}}, {}, "manual_backward.*or give call="),
     "tensors from step to step": (Carried, HIDDEN, {}, r"keeps tensors in 'units'.*register_buffer"),
     "one least rate": (LeastRate, HIDDEN, {}, "eta_min = 1e-05.*relative"),
+    "absolute rates of an own schedule": (LeastRateOfItsOwn, HIDDEN, {}, "Decaying sets absolute rates.*self.base_lrs"),
+    "an optimizer without a rule": (
+        lambda: Optimized(kind=torch.optim.Adadelta),
+        HIDDEN,
+        {},
+        "Optimized.configure_optimizers: Adadelta is not hom.*Train",
+    ),
+    "an optimizer of an own class": (lambda: Optimized(kind=OfOwnKind), HIDDEN, {}, "OfOwnKind is not registered"),
+    "a rate": (
+        Autoencoder,
+        {"hparams": {"hidden": 16, "lr": 0.1}},
+        {},
+        r"lr = 0.1 would not reach .*UpscaleCallback\.lr",
+    ),
+    "no units": (Autoencoder, {"hparams": {"hidden": 0}}, {}, r"'encoder.0.weight' of the wide Autoencoder is empty"),
     "clipping entries": (Autoencoder, HIDDEN, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, '"norm"'),
     "a compiled module": (compiled, HIDDEN, {}, r"self.net.compile\(\)"),
     "a schedule that restarts": (Autoencoder, {**HIDDEN, "restart_schedule": True}, {}, "restart_schedule needs"),
@@ -194,15 +317,24 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_layer_without_a_shape_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"UpscaleCallback: Lazy: parameter 'encoder.0.weight' is a lazy one"):
+        fit(Lazy(), "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN))
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_grow_is_refused_before_the_first_step_with_the_remedy(case: str, tmp_path: Path) -> None:
     make, growth, settings, message = REFUSED[case]
     module = make()
-    weights = [parameter.detach().clone() for parameter in module.parameters()]
+    weights = copy.deepcopy(module.state_dict())
     with pytest.raises(UserError, match=message):
         fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, **growth), **settings)
-    assert all(map(torch.equal, weights, (parameter.detach().float() for parameter in module.parameters())))
+    assert all(
+        torch.equal(weights[name], value.float()) for name, value in module.state_dict().items() if value.numel()
+    )
 
 
 @pytest.mark.slow
@@ -237,6 +369,23 @@ def test_a_wide_checkpoint_loads_into_a_narrow_module_for_a_test_and_by_its_clas
     trainer = quiet_trainer(callbacks=[swap()], precision="64-true")
     trainer.predict(narrow, data, ckpt_path=wide, weights_only=False)
     assert torch.equal(narrow.encoder[0].weight, module.encoder[0].weight)
+
+
+def test_a_narrow_checkpoint_loads_into_a_module_that_has_grown(tmp_path: Path) -> None:
+    """The best one may be older than the growth; of `make` alone it is not known how the module was made."""
+    keep = Keep(tmp_path)
+    data = DataLoader(TensorDataset(*rows("points", 4)), batch_size=4)
+    for growth in (HIDDEN, {"make": lambda: Autoencoder(16)}):
+        module, swap = Autoencoder(), UpscaleCallback(GROWS_AT, **growth)
+        fit(module, "points", tmp_path, swap, keep, enable_checkpointing=True)
+        assert module.encoder[0].out_features == 16
+        if growth is HIDDEN:
+            module.trainer.predict(module, data, ckpt_path=keep.paths[2], weights_only=False)
+            saved = torch.load(keep.paths[2], weights_only=False)["state_dict"]
+            assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
+            continue
+        with pytest.raises(UserError, match=r"make: the checkpoint was written before the growth.*a new module"):
+            module.trainer.predict(module, data, ckpt_path=keep.paths[2], weights_only=False)
 
 
 class Residual(LightningModule):

@@ -47,10 +47,10 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def curves(folder: str = "runs/quickstart/version_0") -> dict[str, list[int]]:
-    """The steps of each scalar and text."""
+    """The steps of each scalar and text, in their order: files of one second may be read in any."""
     events = EventAccumulator(folder).Reload()
-    scalars = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    return scalars | {tag: [event.step for event in events.Tensors(tag)] for tag in events.Tags()["tensors"]}
+    scalars = {tag: sorted(event.step for event in events.Scalars(tag)) for tag in events.Tags()["scalars"]}
+    return scalars | {tag: sorted(event.step for event in events.Tensors(tag)) for tag in events.Tags()["tensors"]}
 
 
 @pytest.mark.parametrize(

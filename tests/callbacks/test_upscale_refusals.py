@@ -125,20 +125,24 @@ def test_bad_growth_is_refused_before_training(message: str, tmp_path: Path) -> 
 WIDTH = "UpscaleCallback.width must be a whole number of at least 1, or a list of them; got "
 RATE = "UpscaleCallback.lr must be positive and finite, got "
 NO_TARGET = "UpscaleCallback needs one of width or layers (of a Growable), hparams (the arguments of the module"
+AT_STEP = "UpscaleCallback.at_step must be a whole number of at least 0, got "
+CHANGES = 'UpscaleCallback.hparams must be the arguments that change, with their values, such as {"hidden": 256}; got '
 CALL = "UpscaleCallback.call is for modules that grow by hparams or make"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"at_step": -1, "width": 24}, "UpscaleCallback.at_step must be at least 0"),
-        *[({"width": 24, "lr": lr}, f"{RATE}{lr}") for lr in (0.0, math.nan, math.inf)],
+        *[({"at_step": step, "width": 24}, f"{AT_STEP}{step!r}") for step in (-1, 2.5, "2", True, None)],
+        *[({"width": 24, "lr": lr}, f"{RATE}{lr}") for lr in (0.0, math.nan, math.inf, "a", True)],
         *[({"width": width}, f"{WIDTH}{width!r}") for width in (0, 8.0, "8", [8, 0], True)],
         ({"width": 24, "noise": 0.1}, "UpscaleCallback.noise must be"),
         ({"width": 24, "transfer_state": "copied"}, "copied"),
         ({"layers": 0}, "UpscaleCallback.layers must be a whole number of at least 1"),
         ({"width": 8, "depth": "stack"}, "UpscaleCallback.depth = stack needs layers"),
+        ({"layers": 8, "depth": "interleav"}, "UpscaleCallback: depth must be identity, interleave, stack, random"),
         *[({"hparams": hparams}, NO_TARGET) for hparams in (None, {})],
+        *[({"hparams": hparams}, f"{CHANGES}{hparams!r}") for hparams in (["hidden"], "hidden=8")],
         *[({**size, "hparams": {"hidden": 8}}, NO_TARGET) for size in ({"width": 8}, {"layers": 4})],
         ({"width": 8, "call": lambda module, batch: module(batch)}, CALL),
     ],
@@ -194,6 +198,13 @@ def fail_with(damage: Callable[[Path], Any], folder: Path, *_: Any, **__: Any) -
     raise MemoryError("no room")
 
 
+class Floored(schedules.LRScheduler):
+    """Relative to the rates of groups, until it reaches the floor."""
+
+    def get_lr(self) -> list[float]:
+        return [max(1e-4, rate * 0.9**self.last_epoch) for rate in self.base_lrs]
+
+
 @pytest.mark.parametrize(
     ("schedule", "name"),
     [
@@ -206,6 +217,7 @@ def fail_with(damage: Callable[[Path], Any], folder: Path, *_: Any, **__: Any) -
             "eta_min",
         ),
         (lambda o: torch.optim.swa_utils.SWALR(o, 0.05), "swa_lr"),
+        (lambda o: Floored(o), "Floored sets absolute rates"),
     ],
 )
 def test_absolute_rates_are_refused(schedule: Any, name: str, tmp_path: Path) -> None:

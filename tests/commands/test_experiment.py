@@ -468,6 +468,8 @@ def test_numbers_are_decimal() -> None:
 @pytest.mark.slow
 def test_more_mistakes() -> None:
     assert "there is no file nope.yaml" in refused("experiment", "nope.yaml")
+    away = refused("experiment", file(upscale(config="c/no.yaml")))
+    assert f"there is no file c/no.yaml; paths begin where the command is started, in {Path.cwd()}" in away
     Path("e.yaml").write_text("a: [")
     assert "e.yaml is not YAML" in refused("experiment", "e.yaml")
     assert "trainer.devices" in refused("experiment", file(upscale()), "--trainer.devices=2")

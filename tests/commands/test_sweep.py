@@ -335,10 +335,18 @@ def test_a_growth_that_the_model_refuses_ends_a_sweep_before_its_trials(tmp_path
     assert "AKI: no layer of MLPNet has a next one of the same shape" in message
     message = refused(*sweep, "--sweep", "UpscaleCallback.method=ZeroPadding", "--sweep", "model.width=16,8")
     assert "ZeroPadding: axis 0 of parameter 'layers.0.weight' does not grow by a whole factor (16 → 24)" in message
+    message = refused(*sweep, "--sweep", "model.width=8,32")
+    assert "--sweep model.width=32: UpscaleCallback.width = 24 is not wider than the width before it, 32" in message
     assert not Path("s").exists()
     both = ["--sweep", "UpscaleCallback.method=ZeroPadding", "--sweep", "model.width=8"]
     wider = small(tmp_path / "w.yaml", upscale(2, 24), width=16)
     assert settings_of(*sweep_parser().parse_known_args(["--out", "s", *both, "--config", wider])).axes
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    """/proc takes no files, not even from root."""
+    sweep = ["sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01,0.02"]
+    assert "--out: /proc cannot be written to" in refused(*sweep, "--out", "/proc/s")
 
 
 def test_arguments_for_callbacks_that_are_not_there(tmp_path: Path) -> None:

@@ -119,11 +119,12 @@ BAD: Cases = {
     "indivisible outputs": (
         pair(lambda width: nn.Sequential(nn.Linear(4, width)), 4, 6),
         ("'0.weight' (4, 4) → (6, 4)", "axis 0", "6 / 4", "nothing reads units that grow so", "Choose a multiple of 4",
-         'blocks={"0.weight": {0: [(length, block, factor), ...]}}'),
+         'blocks={"0.weight": {0: [(2, 1, 2), (2, 1, 1)]}}'),
     ),
     "a width beside fixed features": (
         pair(lambda width: nn.Sequential(nn.Linear(4, width), nn.Linear(width + 3, 3))),
-        ("'1.weight' (3, 7) → (3, 11)", "axis 1", "11 / 7", "nothing produces units that grow so", "a multiple of 7"),
+        ("'1.weight' (3, 7) → (3, 11)", "axis 1", "11 / 7", "nothing produces units that grow so", "a multiple of 7",
+         'if the last 3 are fixed features): hints=Hints(blocks={"1.weight": {1: [(4, 1, 2), (3, 1, 1)]}})'),
     ),
     "narrower": (lambda: (*linear(8, 4), {}), ("'0.weight' (8, 4) → (4, 4)", "it is narrower", "swap the models?")),
     "compiled": (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mupscale.commands.checkpoints import LOCK, Claim
 from mupscale.commands.config import read_json, refuse_difference
-from mupscale.commands.process import Terminated
+from mupscale.commands.process import Terminated, refuse_output_folder
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def open_driver(options: argparse.Namespace, accelerator: str, out: Path) -> Ite
     """The driver that the options ask for, which alone works on the folder `out`, or on its part of the runs."""
     from mupscale.commands.lab.driver import Driver, Executor, Inline
 
+    refuse_output_folder("--out", out)
     part, parts = (0, 1) if options.part is None else read_part(options.part)
     executor: Executor
     with ExitStack() as stack:

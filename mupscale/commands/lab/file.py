@@ -203,7 +203,8 @@ def refuse_files(config: Any) -> None:
         if not isinstance(file, str | dict):
             raise UserError(f"config: give a file, or a list of files and mappings, got {file!r}")
         if isinstance(file, str) and not Path(file).is_file():
-            raise UserError(f"config: there is no file {file}")
+            where = "" if Path(file).is_absolute() else f"; paths begin where the command is started, in {Path.cwd()}"
+            raise UserError(f"config: there is no file {file}{where}")
 
 
 def growths_of(content: dict[str, Any]) -> list[Growth]:

@@ -279,7 +279,9 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
 def _changes_growth(key: str) -> bool:
     callback, rest = callback_key(key)
     of_growth = ("method", "noise", "width", "layers", "depth")
-    return callback == UpscaleCallback.__name__ and "".join(rest[:1]) in of_growth
+    return key in ("model.width", "model.layers") or (
+        callback == UpscaleCallback.__name__ and "".join(rest[:1]) in of_growth
+    )
 
 
 def samples(axis: Axis) -> list[Any]:
