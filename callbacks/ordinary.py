@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from mupscale._torch import is_compiled_in_place
 from mupscale.base_shapes import clip_grad_norm_
-from mupscale.callbacks.rate_watch import RateWatch
+from mupscale.callbacks.own_code import RateWatch, WeightsOutside
 from mupscale.callbacks.swap import keeps_loss, rate_factors, refuse_shared_rates
 from mupscale.checks.recording import attributes_of, generators_kept, leaves_of, state_kept
 from mupscale.errors import UserError, prefix_errors
@@ -28,7 +28,6 @@ from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.methods.noise import Noise
 from mupscale.models._lightning import (
-    OF_EVERY_MODULE,
     averaged_copy,
     averaging_callbacks,
     is_compiled,
@@ -41,6 +40,7 @@ from mupscale.models.ordinary import (
     Recipe,
     graft_,
     make_shell,
+    names_that_grow,
     plain_attributes,
     refuse_same_shapes,
     shapes_of,
@@ -53,9 +53,6 @@ from mupscale.widening.layers import Depth, joined
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.state import Continuation, Source
 from mupscale.widening.stepping import attach, names_by_id
-
-Outside = dict[str, tuple[str, list[tuple[nn.Parameter, int]]]]
-"""By the attribute: the class of what is in it, and its parameters, each with the version that it had."""
 
 SAMPLES = 4
 """Of the batch on which the narrow and the wide module are compared, if `training_step` works with so few."""
@@ -73,7 +70,7 @@ class OrdinaryGrowth:
         self._built: Attributes = {}
         self._watches: list[RateWatch] = []
         """One for each optimizer, if its groups will have different rates; all growths of a run share them."""
-        self._outside: Outside = {}
+        self.weights_outside: WeightsOutside | None = None
 
     # --- before the first step
 
@@ -157,22 +154,12 @@ class OrdinaryGrowth:
             return
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         refuse_shared_rates(module, module, schedulers, growth_plan, method.rates)
-        self._outside = _parameters_in_attributes(module)
+        self.weights_outside = WeightsOutside(module, names_that_grow(narrow, wide))
         self._watches[:] = [
             RateWatch(optimizer, [each for each in schedulers if each.optimizer is optimizer], type(module).__name__)
             for optimizer in trainer.optimizers
             if len(rate_factors(optimizer, module, growth_plan, method.rates)) > 1
         ]
-
-    def refuse_moving_modules(self, module: LightningModule) -> None:
-        """Raises a UserError if a step has changed parameters of networks that the module does not know as its own."""
-        for name, (owner, versions) in self._outside.items():
-            if any(parameter._version != version for parameter, version in versions):
-                raise UserError(
-                    f"UpscaleCallback: {type(module).__name__} trains or updates a {owner} that it keeps in {name!r}, "
-                    "where it would not grow. Assign it to an attribute of its own, or keep it in a ModuleList, "
-                    "ModuleDict or ParameterList"
-                )
 
     def quiet_step(self, trainer: Trainer, batch: Any, batch_idx: int = 0) -> QuietStep:
         return QuietStep(trainer, batch, batch_idx, self.call)
@@ -397,22 +384,6 @@ def _refuse_kept_tensors(step: QuietStep, narrow: LightningModule, wide: Lightni
                 f"shape {left[name][0]}, or {of_wide[name][0]} in the wide module; attributes do not grow. Keep "
                 "them in buffers (self.register_buffer), which do"
             )
-
-
-def _parameters_in_attributes(module: nn.Module) -> Outside:
-    """The parameters of modules, and those alone, that a module or a part of it has in containers of its attributes."""
-    known = names_by_id(module)
-    answer: Outside = {}
-    for prefix, part in module.named_modules():
-        for name, value in attributes_of(part).items():
-            if name in OF_EVERY_MODULE:
-                continue
-            for leaf in leaves_of(value):
-                found = leaf.parameters() if isinstance(leaf, nn.Module) else [leaf]
-                own = [p for p in found if isinstance(p, nn.Parameter) and id(p) not in known]
-                if own:
-                    answer[joined(prefix, name)] = type(leaf).__name__, [(p, p._version) for p in own]
-    return answer
 
 
 def _total_loss(step: QuietStep, module: LightningModule) -> Tensor:

@@ -330,8 +330,8 @@ class UpscaleCallback(Swap, Strides):
             elif self.ordinary is not None and not self.ordinary.is_done:
                 earlier = self._earlier(trainer)
                 self.ordinary.check(trainer, pl_module, batch, batch_idx, earlier, self.method, self.noise)
-        elif self.ordinary is not None and not self.ordinary.is_done:
-            self.ordinary.refuse_moving_modules(pl_module)
+        elif self.ordinary is not None and self.ordinary.weights_outside is not None:
+            self.ordinary.weights_outside.refuse_updates(pl_module)
         if self.is_due(trainer, pl_module):
             self._end_ahead()
             try:

@@ -143,6 +143,12 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
+def names_that_grow(narrow: nn.Module, wide: nn.Module) -> set[str]:
+    """The parameters of a narrow module that are larger in the wide one."""
+    after = shapes_of(wide)
+    return {name for name, shape in shapes_of(narrow).items() if after.get(name) != shape}
+
+
 def _keep_metrics(narrow: nn.Module, wide: nn.Module) -> None:
     for name, part in vars(narrow)["_modules"].items():
         if isinstance(part, Metric | MetricCollection):

@@ -66,6 +66,12 @@ def use_count(tensor: Tensor) -> int:
     return count
 
 
+def updates_of(tensor: Tensor) -> int:
+    """How often the values of a tensor have been changed in place."""
+    count: int = tensor._version
+    return count
+
+
 def without_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A copy of a data loader that does not share its workers, which a loader with persistent ones keeps."""
     answer = copy.copy(loader)

@@ -239,15 +239,54 @@ class Teacher(Autoencoder):
 
 
 class MovingTeacher(Teacher):
+    in_place = True
+
     def on_train_batch_end(self, *_: Any) -> None:
+        if not self.in_place:
+            self.teacher[0].load_state_dict(self.encoder.state_dict())
+            return
         with torch.no_grad():
             for slow, fast in zip(self.teacher[0].parameters(), self.encoder.parameters(), strict=True):
                 slow.lerp_(fast, 0.1)
 
 
+class Average:
+    def __init__(self, module: nn.Module) -> None:
+        self.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+class Cache:
+    kept: Tensor
+
+
+class KeepsItsBatch(Autoencoder):
+    """In an object, and of the shape of its first weight."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.cache = Cache()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert batch[0].shape == (8, 6)
+        self.cache.kept = batch[0].clone()
+        return super().training_step(batch, batch_idx)
+
+
+class HandMadeAverage(Autoencoder):
+    in_place = True
+
+    def on_fit_start(self) -> None:
+        self.average = Average(self.encoder)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        for name, value in self.encoder.state_dict().items():
+            known = self.average.weights[name]
+            self.average.weights[name] = known.lerp_(value, 0.1) if self.in_place else torch.lerp(known, value, 0.1)
+
+
 @pytest.mark.filterwarnings("ignore:RatesByHand sets the learning rate of AdamW by hand")
-@pytest.mark.parametrize("make", [RatesByHand, Teacher, lambda: Optimized(schedule=DecayingRelatively)])
-def test_relative_rates_by_hand_and_a_teacher_that_stays(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [RatesByHand, Teacher, KeepsItsBatch, lambda: Optimized(schedule=DecayingRelatively)])
+def test_relative_rates_by_hand_and_what_stays_outside(make: Any, tmp_path: Path) -> None:
     runs = []
     for swaps in ([], [UpscaleCallback(GROWS_AT, **HIDDEN)]):
         seed_everything(0, verbose=False)
@@ -267,10 +306,17 @@ def test_one_rate_by_hand_is_noticed_at_its_first_change_and_stops_the_grown_run
     assert module.trainer.global_step == GROWS_AT
 
 
-def test_a_network_outside_of_the_module_that_a_step_changes_is_refused_after_the_first_step(tmp_path: Path) -> None:
-    module = MovingTeacher()
-    with pytest.raises(UserError, match=r"updates a Sequential that it keeps in 'teacher'.*ModuleList"):
-        fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN))
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("kind", [MovingTeacher, HandMadeAverage])
+def test_weights_outside_of_the_module_that_a_step_updates_are_refused_after_it(
+    kind: type, in_place: bool, tmp_path: Path
+) -> None:
+    module = kind()
+    module.in_place = in_place
+    with pytest.raises(
+        UserError, match=r"updates weights of a (Sequential|Average) in the attribute '(teacher|average)'"
+    ):
+        fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN), accumulate_grad_batches=2)
     assert module.trainer.global_step == 1
 
 

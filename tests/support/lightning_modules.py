@@ -227,7 +227,7 @@ class Distillation(LightningModule):
 
 
 class WithoutDecay(LightningModule):
-    """Named groups, one of them without weight decay, each with its own schedule."""
+    """Named groups, one of them without weight decay, each with its own schedule; it keeps its optimizer."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class WithoutDecay(LightningModule):
             {"params": matrices, "weight_decay": 0.1, "name": "decay"},
             {"params": others, "weight_decay": 0.0, "name": "no_decay", "lr": 5e-3},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        optimizer = self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
         factors = [lambda step: 0.97**step, lambda step: 0.99**step]
         return [optimizer], [{"scheduler": schedules.LambdaLR(optimizer, factors), "interval": "step"}]
 
