@@ -115,7 +115,7 @@ COMMANDS = {
         "plan --config grown.yaml --model.hidden_layers=2 '--callback_args={UpscaleCallback: {method: AKI}}'",
         "AKI: no layer of MLPNet has a next one of the same shape to take new units from. Use FPI",
     ),
-    "plan: Adadelta": ("plan --config c.yaml --model.optimizer=Adadelta", "train with one of Adagrad, Adam"),
+    "plan: Adadelta": ("plan --config c.yaml --model.optimizer=Adadelta", "Train with one of Adagrad, Adam"),
     "verify: a list": ("verify --config list.yaml", "give a YAML file with keys (model:, data:, trainer:)"),
     "verify: no data": ("verify --config c.yaml --data.data_dir=/proc/x", "data_dir: /proc/x"),
     # coord-check
