@@ -5,7 +5,6 @@ parameters need different rates, and rescaled by Table 1.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -140,9 +139,6 @@ class OrdinaryGrowth:
             checked = find_plan(narrow, wide.to(module.device), step, hints, "discover")
         except UserError as error:
             reason = str(error).removeprefix("upscale: ").replace("what call(model) returns", "the loss")
-            reason = re.sub(
-                r"hints=Hints\(blocks=(\{.*?\}\})\)", r"width_blocks = \1, an attribute of the module", reason
-            )
             raise UserError(f"UpscaleCallback.{self.recipe}: {reason}. {REMEDY}") from error
         _refuse_kept_tensors(step, narrow, wide)
         self.hints = trainer.strategy.broadcast(_bare(checked.hints))

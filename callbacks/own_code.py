@@ -56,14 +56,14 @@ class RateWatch:
             self._refuse_other_ratios(rates, self._sources, type(optimizer).__name__)
 
     def _warn_of_own(self, rates: list[float], optimizer: str) -> None:
-        scheduled = [list(map(float, getattr(each, "_last_lr", rates))) for each in self._schedulers]
+        scheduled = [list(map(float, each.get_last_lr())) for each in self._schedulers if hasattr(each, "get_last_lr")]
         is_new = len(rates) != len(self._last)  # a group was added
         if self._has_warned or is_new or rates == self._last or rates in scheduled:
             return
         self._has_warned = True
-        index = next((i for i, (now, last) in enumerate(zip(rates, self._last, strict=False)) if now != last), 0)
+        now, last = next(pair for pair in zip(rates, self._last, strict=True) if pair[0] != pair[1])
         rank_zero_warn(
-            f"{self._module} sets the learning rate of {optimizer} by hand ({self._last[index]:g} → {rates[index]:g}). "
+            f"{self._module} sets the learning rate of {optimizer} by hand ({last:g} → {now:g}). "
             "After the growth its groups have different rates, and a run that gives all of them the same one is "
             f"stopped. {REMEDY}"
         )
@@ -113,9 +113,9 @@ class WeightsOutside:
         for (name, owner), tensors in self._found(module).items():
             if before.get((name, owner), tensors) != tensors:
                 raise UserError(
-                    f"UpscaleCallback: each step of {type(module).__name__} updates weights of a {owner} in the "
-                    f"attribute {name!r}, where they do not grow. Make it a part of the module, as an attribute or in "
-                    "a ModuleList, or use a callback that grows along, such as Lightning's EMAWeightAveraging"
+                    f"UpscaleCallback: each step of {type(module).__name__} updates weights in the attribute {name!r} "
+                    f"({owner}), where they do not grow. Make their network a part of the module, as an attribute of "
+                    "its own or in a ModuleList; for an average of the weights, use Lightning's EMAWeightAveraging"
                 )
 
     def _found(self, module: LightningModule) -> dict[tuple[str, str], list[tuple[int, int]]]:

@@ -46,7 +46,7 @@ from mupscale.models.base import Growable, has_own_optimizers, init_contexts, wi
 from mupscale.models.checkpoint import Layers, Size, Width
 from mupscale.models.growth_check import depth_between
 from mupscale.models.quiet_step import run_eagerly
-from mupscale.schedules import continue_schedule, follows_rates, refuse_one_rate_for_all
+from mupscale.schedules import continue_schedule, refuse_one_rate_for_all, refuse_unless_relative
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, layer_at
@@ -289,11 +289,8 @@ def refuse_shared_rates(
         schedule = f"{type(module).__name__}.configure_optimizers: {type(scheduler).__name__}"
         remedy = "Use a schedule relative to each group's rate: eta_min = 0, LambdaLR or LinearLR"
         refuse_one_rate_for_all(scheduler.state_dict(), factors, schedule, remedy)
-        if len(factors) > 1 and not follows_rates(scheduler):
-            raise UserError(
-                f"{schedule} sets absolute rates, and after the growth the groups have different ones. Let its get_lr "
-                "multiply self.base_lrs, or use LambdaLR"
-            )
+        if len(factors) > 1:
+            refuse_unless_relative(scheduler, schedule, "and after the growth the groups have different ones")
 
 
 def rate_factors(optimizer: Optimizer, narrow: nn.Module, growth: Plan, rates_of: RatesOf) -> set[float]:

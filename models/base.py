@@ -39,7 +39,7 @@ from mupscale.models._lightning import (
 )
 from mupscale.models.checkpoint import CHECKPOINT_KEY, Layers, Size, Width
 from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
-from mupscale.schedules import follows_rates
+from mupscale.schedules import refuse_unless_relative
 from mupscale.widening.hints import refuse_lazy
 from mupscale.widening.state import refuse_bad_levels
 from mupscale.widening.stepping import attach
@@ -555,8 +555,4 @@ def refuse_absolute_rates(scheduler: Any) -> None:
             f"model.lr_scheduler: {type(scheduler).__name__} sets absolute rates (max_lr, swa_lr), which erases muP "
             "scaling"
         )
-    if not follows_rates(scheduler):
-        raise UserError(
-            f"model.lr_scheduler: {type(scheduler).__name__} sets absolute rates, which erases muP scaling. Let its "
-            "get_lr multiply self.base_lrs, or use LambdaLR"
-        )
+    refuse_unless_relative(scheduler, f"model.lr_scheduler: {type(scheduler).__name__}", "which erases muP scaling")

@@ -208,6 +208,14 @@ def follows_rates(scheduler: Any) -> bool:
     return True
 
 
+def refuse_unless_relative(scheduler: Any, schedule: str, why: str) -> None:
+    """Raises a UserError for a schedule of the user's own class that sets absolute rates."""
+    if not follows_rates(scheduler):
+        raise UserError(
+            f"{schedule} sets absolute rates, {why}. Let its get_lr multiply self.base_lrs, or use LambdaLR"
+        )
+
+
 def _rates_after(scheduler: Any, steps: int, factor: float) -> list[float]:
     """What a schedule answers some steps later, if the rates of all groups are multiplied by a factor."""
     groups = scheduler.optimizer.param_groups
@@ -217,7 +225,6 @@ def _rates_after(scheduler: Any, steps: int, factor: float) -> list[float]:
     asked.optimizer = SimpleNamespace(param_groups=own, defaults=scheduler.optimizer.defaults)
     spread_schedule_(asked, [Source(index, factor) for index in range(len(groups))])
     asked.last_epoch = scheduler.last_epoch + steps
-    asked._get_lr_called_within_step = True
     return list(map(float, asked.get_lr()))
 
 

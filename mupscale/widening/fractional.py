@@ -57,7 +57,8 @@ def _no_whole_factor(entry: Growth, axis: int, missing: str) -> UserError:
     return UserError(
         f"{entry.name!r} {entry.narrow_shape} → {entry.wide_shape}: axis {axis} does not grow by a whole factor "
         f"({wide} / {narrow}), and {missing} units that grow so. Choose a multiple of {narrow}, or give the pieces "
-        f'of the axis{words}: hints=Hints(blocks={{"{entry.name}": {{{axis}: [{pieces}]}}}})'
+        f'of the axis{words}: hints=Hints(blocks={{"{entry.name}": {{{axis}: [{pieces}]}}}}), or an '
+        "attribute width_blocks of the model"
     )
 
 

@@ -313,9 +313,8 @@ def test_weights_outside_of_the_module_that_a_step_updates_are_refused_after_it(
 ) -> None:
     module = kind()
     module.in_place = in_place
-    with pytest.raises(
-        UserError, match=r"updates weights of a (Sequential|Average) in the attribute '(teacher|average)'"
-    ):
+    place = r"'teacher' \(Sequential\)" if kind is MovingTeacher else r"'average' \(Average\)"
+    with pytest.raises(UserError, match=f"updates weights in the attribute {place}"):
         fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN), accumulate_grad_batches=2)
     assert module.trainer.global_step == 1
 

@@ -124,7 +124,8 @@ BAD: Cases = {
     "a width beside fixed features": (
         pair(lambda width: nn.Sequential(nn.Linear(4, width), nn.Linear(width + 3, 3))),
         ("'1.weight' (3, 7) → (3, 11)", "axis 1", "11 / 7", "nothing produces units that grow so", "a multiple of 7",
-         'if the last 3 are fixed features): hints=Hints(blocks={"1.weight": {1: [(4, 1, 2), (3, 1, 1)]}})'),
+         'if the last 3 are fixed features): hints=Hints(blocks={"1.weight": {1: [(4, 1, 2), (3, 1, 1)]}})',
+         "or an attribute width_blocks of the model"),
     ),
     "narrower": (lambda: (*linear(8, 4), {}), ("'0.weight' (8, 4) → (4, 4)", "it is narrower", "swap the models?")),
     "compiled": (
