@@ -1,22 +1,26 @@
-"""Compares tensors of a narrow and a wide model, and training steps of both: how one is made of the other."""
+"""Compares tensors of a narrow and a wide model: how one is made of the other, by the layouts of its axes."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import islice, product
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.recording import Event
-from mupscale.text_tables import Paint, folded, table, unpainted
-from mupscale.widening.growth import Growth, Layout, Piece, duplicate, evenly, wide_length
-from mupscale.widening.hints import some_names
-from mupscale.widening.plan_text import Plan
-from mupscale.widening.write import is_inexact, widen_, widen_gradient_
+from mupscale.widening.growth import (
+    Axis,
+    Growth,
+    Layout,
+    Piece,
+    duplicate,
+    duplicate_,
+    evenly,
+    narrow_length,
+    wide_length,
+)
+from mupscale.widening.write import widen_gradient_
 
 _MOST_LAYOUTS = 1024
 MASKED = 1e30
@@ -46,12 +50,19 @@ def match(narrow: Tensor, wide: Tensor, tolerance: float, planned: Planned = Map
 
 
 def planned_layouts(growths: Iterable[Growth]) -> Planned:
-    """The layouts of these parameters and buffers."""
+    """The layouts of these parameters and buffers, and after them those of their blocks: of heads, for one."""
     answer: dict[tuple[int, int], list[Layout]] = {}
     for entry in growths:
         for sizes, layout in zip(entry.sizes, entry.layouts, strict=True):
             if layout not in answer.setdefault(sizes, []):
                 answer[sizes].append(layout)
+    for (n, w), layouts in list(answer.items()):
+        for layout in layouts:
+            common = math.gcd(*(piece.block for piece in layout))
+            for size in (size for size in range(2, common + 1) if common % size == 0 and n != w):
+                blocks = tuple(Piece(piece.length // size, piece.block // size, piece.factor) for piece in layout)
+                if blocks not in answer.setdefault((n // size, w // size), []):
+                    answer[n // size, w // size].append(blocks)
     return answer
 
 
@@ -138,313 +149,6 @@ def as_layout(index: list[int]) -> Layout | None:
     return tuple(pieces)
 
 
-LOSS_DIVISOR = 100
-"""The loss is held to this part of the tolerance of activations."""
-
-GRADIENT_MULTIPLE = 10
-"""Gradients and weights get this multiple of it."""
-
-
-_REMEDY = "mupscale.discover looks for a plan with which the models agree, where there is one: give it as hints"
-
-
-@dataclass
-class Verdict:
-    """The result of `verify`. Each drift is a relative difference, the largest over all steps.
-
-    Examples:
-        >>> import mupscale
-        >>> import torch
-        >>> from torch import nn
-        >>> class Shrink(nn.Module):
-        ...     def forward(self, x):
-        ...         return x / x.shape[-1] ** 0.5  # depends on the width
-        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), Shrink(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> verdict = mupscale.verify(
-        ...     narrow, wide, optimizer=torch.optim.AdamW, batches=[torch.randn(5, 3)], steps=2,
-        ...     loss=lambda model, batch: model(batch).square().mean())
-        >>> verdict.passed, verdict.first_divergent
-        (False, '1')
-    """
-
-    passed: bool
-    loss_drift: float = 0.0
-    activation_drift: float = 0.0
-    gradient_drift: float = 0.0
-    weight_drift: float = 0.0
-    first_divergent: str | None = None
-    """The name of the first module that diverges, or None."""
-    reason: str | None = None
-    """What diverged there, at which step, and the plan's notes on it; or why nothing was tested."""
-    steps: int = 0
-    tolerance: float = 0.0
-    drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
-    """The largest drift of each module's activations, in the order of the forward pass."""
-    plan: Plan | None = field(default=None, repr=False)
-    scaled: dict[str, float] = field(default_factory=dict, repr=False)
-    """The modules inside an exact model whose outputs the wide model multiplies by another factor, and this factor.
-    Their drifts are measured from the multiplied outputs."""
-    dropout: tuple[str, ...] = ()
-    """Layers that draw other masks for the wide model; they were left out."""
-
-    def __bool__(self) -> bool:
-        return self.passed
-
-    def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
-        """The verdict in a line that begins with `title`, and the drifts in a table; for a terminal of `columns`."""
-        if self.passed:
-            head = "exact apart from dropout" if self.dropout else "exact"
-        elif self.first_divergent is None:
-            head = "NOTHING TESTED"
-        else:
-            head = f"NOT exact: {self.first_divergent} diverges first"
-        lines = folded([f"{title}{head} (tolerance {self.tolerance:g}, {self.steps} steps after the upscale)"], columns)
-        lines = [paint(line, "good" if self.passed else "bad") for line in lines]
-        drifts = {
-            "loss": (self.loss_drift, self.tolerance / LOSS_DIVISOR),
-            "activations": (self.activation_drift, self.tolerance),
-            "gradients": (self.gradient_drift, self.tolerance * GRADIENT_MULTIPLE),
-            "weights": (self.weight_drift, self.tolerance * GRADIENT_MULTIPLE),
-        }
-        rows = [("", "largest relative drift", "allowed")]
-        rows += [(name, f"{drift:.1e}", f"{allowed:.0e}") for name, (drift, allowed) in drifts.items()]
-        beyond = [index for index, (drift, allowed) in enumerate(drifts.values(), 1) if not drift <= allowed]
-        lines += table(rows, right=(1, 2), styles=dict.fromkeys(beyond, "bad"), columns=columns, paint=paint)
-        below = [f"{name}: its output is multiplied by {scale:g}" for name, scale in self.scaled.items()]
-        if self.dropout:
-            below.append(f"compared without {some_names(self.dropout)}, whose masks are others in the wide model")
-        if self.reason:
-            below = [self.reason, _REMEDY] if self.first_divergent is not None else [self.reason]
-        return "\n".join([*lines, *folded(below, columns)])
-
-    __str__ = text
-
-
-@dataclass
-class Comparison:
-    """Fills in the verdict of one `verify`, and remembers what exceeded the tolerance first."""
-
-    plan: Plan
-    verdict: Verdict
-    tested: dict[str, Tensor]
-    """The parameters whose training tests the widening before the first step: those that grow, else all."""
-    step: int = 0
-    matches: dict[Any, Match] = field(default_factory=dict)
-    """How single tensors are made of the narrow ones."""
-    is_inexact: bool = False
-    """Whether anything differed by more than the scale of an activation inside the model."""
-    unscaled_drift: dict[str, float] = field(default_factory=dict)
-    """The largest drift of each module's activations, apart from such a scale."""
-    tracked: list[str] = field(default_factory=list)
-    """The buffers that agreed before the first step."""
-    has_gradient: bool = False
-    """Whether one of the tested parameters had a gradient other than zero, at any step."""
-    has_moved: bool = False
-    """Whether one of them moved, at any step."""
-
-    def __post_init__(self) -> None:
-        self.tolerance = self.verdict.tolerance
-        growths = self.plan.parameters.values()
-        self.planned = planned_layouts((*growths, *self.plan.buffers.values()))
-        self.fractions = {growth.ratio(axis) for growth in growths for axis in growth.fractional_axes}
-        # the output of a norm or a matrix in role `readout` carries the 1/k of the readout behind it, and any output
-        # the unit of what produced it
-        self.known_scales = {1.0} | {growth.rescale for growth in growths}
-        for growth in growths:
-            summed = [axis for axis, side in enumerate(growth.sides) if side == "in"]
-            if growth.role == "readout" and (growth.kind == "gain" or len(summed) > 1):
-                self.known_scales |= {growth.rescale / growth.axes[axis].reference for axis in summed}
-
-    def finished(self) -> Verdict:
-        """The verdict, once all steps are compared."""
-        verdict = self.verdict
-        if verdict.reason is not None and not self.is_inexact:  # only scales inside the model differ
-            verdict.first_divergent = verdict.reason = None
-            verdict.drift_by_module = self.unscaled_drift
-            verdict.activation_drift = worst_of(0.0, *verdict.drift_by_module.values())
-        else:
-            verdict.scaled = {}
-        if verdict.reason is None:
-            verdict.reason = self._why_untested()
-        else:
-            hints = [note for note in self.plan.notes if _concerns(note.partition(":")[0], verdict.first_divergent)]
-            verdict.reason = "\n  ".join([verdict.reason.rstrip(","), *(f"note: {hint}" for hint in hints)])
-        verdict.passed = verdict.reason is None
-        return verdict
-
-    def blame(self, module: str, what: str) -> None:
-        if self.verdict.reason is None:
-            self.verdict.first_divergent = module or "(the model)"
-            self.verdict.reason = f"{what} at step {self.step} after the upscale"
-
-    def loss(self, narrow: Tensor, wide: Tensor) -> None:
-        drift = relative_error(wide, narrow, float(narrow.abs()))
-        self.verdict.loss_drift = worst_of(self.verdict.loss_drift, drift)
-        if not drift <= self.tolerance / LOSS_DIVISOR:
-            self.is_inexact = True
-            self.blame("(the loss)", f"the loss drifts by {drift:.1e} while every module's output agrees,")
-
-    def activations(self, narrow: list[Event], wide: list[Event]) -> None:
-        verdict = self.verdict
-        if [(event.name, event.ends) for event in narrow] != [(event.name, event.ends) for event in wide]:
-            self.is_inexact = True
-            self.blame("(the model)", "the two models call different modules")
-            verdict.activation_drift = math.inf
-            return
-        for index, (before, after) in enumerate(zip(narrow, wide, strict=True)):
-            if not before.ends:
-                continue
-            drift, unscaled, scale = self._drifts(index, before, after)
-            verdict.activation_drift = worst_of(verdict.activation_drift, drift)
-            for drifts, value in ((verdict.drift_by_module, drift), (self.unscaled_drift, unscaled)):
-                drifts[before.name] = worst_of(drifts.get(before.name, 0.0), value)
-            if drift <= self.tolerance:
-                continue
-            if unscaled <= self.tolerance:
-                verdict.scaled.setdefault(before.name, scale)
-            else:
-                self.is_inexact = True
-            if verdict.reason is None:
-                self._blame_first(index, drift, narrow, wide)
-
-    def _blame_first(self, index: int, drift: float, narrow: list[Event], wide: list[Event]) -> None:
-        """Blames the module whose output drifts or, if an input drifted before it, the module that computed that."""
-        called = {event.name for event in narrow}  # a list of modules is never called
-        under_way: list[int] = []  # an input of a call that has ended, with an output that agrees, does no harm
-        for place, event in enumerate(narrow[:index]):
-            if event.ends:
-                under_way.pop()
-            else:
-                under_way.append(place)
-        for place in under_way:
-            before = narrow[place]
-            given = self._drifts(place, before, wide[place])[0]
-            if not given <= self.tolerance:
-                parent = before.name.rpartition(".")[0]
-                while parent and parent not in called:
-                    parent = parent.rpartition(".")[0]
-                self.blame(parent, f"what it computes before {before.name!r} drifts by {given:.1e}")
-                return
-        self.blame(narrow[index].name, f"its output drifts by {drift:.1e} although its input agrees,")
-
-    def gradients(self, narrow: nn.Module, wide: nn.Module, order: dict[str, int]) -> None:
-        before = gradients_of(narrow)
-        self.has_gradient |= any(bool(before[name].any()) for name in self.tested.keys() & before.keys())
-        drifts = gradient_errors(self.plan.parameters, before, gradients_of(wide), least=1e-4)
-        bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * GRADIENT_MULTIPLE]
-        self.verdict.gradient_drift = worst_of(self.verdict.gradient_drift, *drifts.values())
-        if bad:  # the fault is nearest to the loss: everything before it inherits a wrong gradient
-            self.is_inexact = True
-            name = max(bad, key=lambda n: order.get(n.rpartition(".")[0], -1))
-            self.blame(name.rpartition(".")[0], f"the gradient of {name!r} drifts by {drifts[name]:.1e}")
-
-    def weights(self, narrow: nn.Module, wide: nn.Module) -> None:
-        targets = dict(wide.named_parameters())
-        for name, source in narrow.named_parameters():
-            wanted = torch.empty_like(targets[name])
-            widen_(wanted, source.detach(), self.plan.parameters[name])
-            drift = relative_error(targets[name].detach(), wanted, _largest(wanted))
-            self.has_moved |= name in self.tested and not torch.equal(source, self.tested[name])
-            self.verdict.weight_drift = worst_of(self.verdict.weight_drift, drift)
-            if not drift <= self.tolerance * GRADIENT_MULTIPLE:
-                self.is_inexact = True
-                what = f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,"
-                self.blame(name.rpartition(".")[0], what)
-
-    def buffers(self, narrow: nn.Module, wide: nn.Module) -> None:
-        """Statistics of activations with another scale would show only in evaluation."""
-        drifts = self.buffer_drifts(narrow, wide)
-        allowed = self.tolerance * GRADIENT_MULTIPLE
-        if self.verdict.scaled and not all(drifts.get(name, math.inf) <= allowed for name in self.tracked):
-            self.is_inexact = True
-
-    def buffer_drifts(self, narrow: nn.Module, wide: nn.Module) -> dict[str, float]:
-        """Of the buffers that both models have, in the shapes of the plan."""
-        targets = dict(wide.named_buffers())
-        drifts = {}
-        for name, source in narrow.named_buffers():
-            entry, target = self.plan.buffers.get(name), targets.get(name)
-            if entry is None or target is None or source.shape != entry.narrow_shape:
-                continue
-            before, after = duplicate(source.detach(), entry.layouts), target.detach()
-            if before.shape != after.shape:
-                continue
-            if is_inexact(before):
-                drifts[name] = relative_error(after, before, _largest(before))
-            else:
-                drifts[name] = 0.0 if torch.equal(before, after) else math.inf
-        return drifts
-
-    def _why_untested(self) -> str | None:
-        """Why agreement proves nothing; None if it does."""
-        steps = self.verdict.steps
-        if not self.has_gradient:
-            return (
-                f"nothing was tested: no parameter that grows has a gradient in any of {steps} steps. The loss does "
-                "not depend on them, the network is dead (a ReLU that is always 0), or they are frozen"
-            )
-        if not self.has_moved:
-            return (
-                f"nothing was tested: no parameter that grows moves in any of {steps} steps. Is the learning rate 0, "
-                "or the clip?"
-            )
-        return None
-
-    def _drifts(self, index: int, narrow: Event, wide: Event) -> tuple[float, float, float]:
-        """The largest drift of some tensors; apart from one scale of each, the same at all steps; and such a scale.
-
-        If a scale is wrong for what follows, that differs too. Nothing follows the output of the model.
-        """
-        if len(narrow.tensors) != len(wide.tensors):
-            return math.inf, math.inf, 1.0
-        drift, unscaled, scale = 0.0, 0.0, 1.0
-        for number, (a, b) in enumerate(zip(narrow.tensors, wide.tensors, strict=True)):
-            error, ratio = self._compared((index, number, a.shape, b.shape), a, b)
-            by_scale = worst_of(error, abs(ratio - 1))
-            if narrow.ends and narrow.is_outermost and (not narrow.name or a.shape == b.shape):
-                error = by_scale
-            drift, unscaled = worst_of(drift, by_scale), worst_of(unscaled, error)
-            scale = scale if ratio == 1 else ratio
-        return drift, unscaled, scale
-
-    def _compared(self, key: Any, narrow: Tensor, wide: Tensor) -> tuple[float, float]:
-        """How far a tensor is from the narrow one, in the layout that fits best and times a ratio; and the ratio.
-
-        The layout of an activation is not known: heads may be a separate axis, or be flattened with positions. So every
-        block length is tried. If a layout is wrong for the next module, the output of that module differs.
-        """
-        if narrow.ndim != wide.ndim:
-            return math.inf, 1.0
-        size = _largest(narrow)
-
-        def error_of(found: Match) -> float:
-            return relative_error(wide, duplicate(narrow, found.layouts) * found.ratio, size * found.ratio)
-
-        found = self.matches.get(key)
-        is_settled = found is not None and (self.is_inexact or found.ratio != 1)  # once diverged, no other will fit
-        if found is None or not (is_settled or error_of(found) <= self.tolerance):
-            found = match(narrow, wide, self.tolerance, self.planned)
-            if found is None:
-                sizes = zip(narrow.shape, wide.shape, strict=True)
-                if not all(self._is_described(*each) for each in sizes):
-                    return 0.0, 1.0  # a concatenation that no parameter describes: what follows will show
-                found = min((Match(each, 1.0) for each in candidates(narrow, wide, self.planned)), key=error_of)
-            self.matches[key] = found
-        normalised = math.sqrt(narrow.numel() / wide.numel()) if _is_normalised(narrow, wide) else 1.0
-        known = any(math.isclose(found.ratio, scale, rel_tol=1e-6) for scale in (*self.known_scales, normalised))
-        return error_of(found), 1.0 if known else found.ratio
-
-    def _is_described(self, n: int, w: int) -> bool:
-        """Whether the growth of an axis is a whole factor, or one that parameters have."""
-        return n == w or (n, w) in self.planned or (n > 0 and (w % n == 0 or Fraction(w, n) in self.fractions))
-
-
-def _concerns(noted: str, module: str | None) -> bool:
-    """Whether a note on one module may explain a divergence that shows in another: one contains the other."""
-    within = f"{noted}.".startswith(f"{module}.") or f"{module}.".startswith(f"{noted}.")
-    return within or "(the model)" in (noted, module)
-
-
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """The gradients of the parameters that have one, by name."""
     found = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
@@ -479,24 +183,12 @@ def gradient_errors(
     return errors
 
 
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
 def size_of(tensor: Tensor) -> float:
     """The largest number, apart from fill values of masks."""
     if not tensor.numel():
         return 0.0
     sizes = tensor.detach().abs()
     return float(sizes.masked_fill(~(sizes < MASKED), 0.0).max())
-
-
-def _is_normalised(narrow: Tensor, wide: Tensor) -> bool:
-    """Whether the narrow tensor holds vectors of length 1 along the axes that grow, so that its copies are smaller."""
-    axes = [axis for axis, (n, w) in enumerate(zip(narrow.shape, wide.shape, strict=True)) if n != w]
-    if not axes or not narrow.numel() or not wide.numel():
-        return False
-    return bool((torch.linalg.vector_norm(narrow, dim=axes) - 1).abs().max() < 1e-5)
 
 
 def relative_error(value: Tensor, wanted: Tensor, size: float) -> float:
@@ -508,5 +200,32 @@ def relative_error(value: Tensor, wanted: Tensor, size: float) -> float:
     return float(error.masked_fill(both, 0.0).max()) / max(size if math.isfinite(size) else 1.0, 1e-30)
 
 
-def worst_of(*drifts: float) -> float:
-    return max((math.inf if math.isnan(drift) else drift for drift in drifts), default=0.0)
+def weighted_sum(outputs: Sequence[Tensor], matches: Sequence[Match] | None = None) -> Tensor:
+    """A sum of all outputs with fixed random weights. Fill values of masks do not count.
+
+    With `matches`, which say how the outputs of a wide model are made of the narrow one's, the sum is the same: the
+    copies of an output share its weight.
+    """
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros((), dtype=torch.float64)
+    for index, output in enumerate(outputs):
+        layouts = None if matches is None else matches[index].layouts
+        shape = output.shape if layouts is None else [narrow_length(layout) for layout in layouts]
+        weights = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if matches is not None and layouts is not None:
+            shares = [Axis(layout, "in").scale.weight for layout in layouts]
+            spread = weights.new_empty(output.shape)
+            duplicate_(spread, weights, layouts, shares, 1 / matches[index].ratio)
+            weights = spread
+        total = total + torch.where(output.detach().abs() < MASKED, output * weights.to(output), 0.0).sum()
+    return total
+
+
+def named_gradients(model: nn.Module, total: Tensor) -> dict[str, Tensor]:
+    """The gradients of a number by the names of parameters; those that it does not depend on are left out."""
+    model.zero_grad()
+    if total.requires_grad:
+        total.backward()
+    found = gradients_of(model)
+    model.zero_grad()
+    return found

@@ -1,12 +1,12 @@
 """The coordinate check: do the outputs of layers, and their change in training, keep their scale as the width grows?
 
-Under muP both are Θ(1) in the width, in a new network and in an upscaled one. The output of the network itself may
+Under muP both are Θ(1) in the width, in a new network and in a grown one. The output of the network itself may
 start smaller (as width^-1/2, or zero), but must not grow. Sizes are measured in three scans, and a slope is fitted to
 each:
 
 fresh     networks of every width, at initialisation and over their first steps
-doubled   the same networks after these steps, upscaled twofold with noise and trained further
-grown     the narrowest network, upscaled 2, 4 and 8 times. A mistake that depends only on the factor (optimizer state
+doubled   the same networks after these steps, grown twofold with noise and trained further
+grown     the narrowest network, grown 2, 4 and 8 times. A mistake that depends only on the factor (optimizer state
           moved in the wrong units) has the same size at every width, so that only this scan shows it.
 
 Over the depth there is the first scan only. What the layers of a list put out counts as one: `blocks.*.mlp.0`; the
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.base_shapes import clip_grad_norm_
-from mupscale.checks.recording import buffers_kept, recorded, refuse_unless_loss
+from mupscale.checks.recording import refuse_unless_loss, state_kept
+from mupscale.checks.trace import float_copies, hooked
 from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model, refuse_unless_whole
 from mupscale.methods.grow import as_list, grow
 from mupscale.methods.noise import AdditiveNoise, Noise
@@ -31,7 +32,7 @@ from mupscale.readout import Readout
 from mupscale.text_tables import Paint, Style, Watch, folded, table, unpainted, unwatched
 
 FACTORS = (2, 4, 8)
-"""The factors by which the narrowest network is upscaled; the others are upscaled by the first."""
+"""The factors by which the narrowest network grows; the others grow by the first."""
 
 TOLERANCE = 0.25
 """The tolerance of a slope. A mistake changes the power by at least 1/2 (noise or initial weights) or 1 (rates, state);
@@ -61,7 +62,7 @@ class Scan:
     name: str
     title: str
     widths: tuple[int, ...]
-    """Those of the networks that were measured; of upscaled ones, the wide. Or their numbers of layers."""
+    """Those of the networks that were measured; of grown ones, the wide. Or their numbers of layers."""
     sizes: dict[str, Tensor]
     """By layer, in the order of the forward pass: [seeds, widths, 1 + steps, 2], the root mean square of its output and
     of the change of its output since the first, on one batch.
@@ -178,7 +179,7 @@ def coord_check(
 ) -> CoordCheck:
     """Measures how the outputs of all layers, and their change in training, depend on the width, or on the depth.
 
-    Networks are measured fresh, and across an upscale; for the `axis` depth only fresh, and `widths` are numbers of
+    Networks are measured fresh, and across a growth; for the `axis` depth only fresh, and `widths` are numbers of
     layers.
 
     `network(width)` must return a new muP network, and `optimizer(network)` its muP-scaled optimizers. For each width,
@@ -223,7 +224,7 @@ def coord_check(
                     wide = network(factor * width)
                     report = grow(narrow, wide, narrow_opts, noise=noise, seed=seed)
                     assert isinstance(report.optimizer, list)
-                    train = _Training(batches, loss, steps, clip, f"width {width} upscaled to {factor * width}")
+                    train = _Training(batches, loss, steps, clip, f"width {width} grown to {factor * width}")
                     sizes = train(wide, report.optimizer, first=steps)
                     done += 1
                     watch("networks trained", done, total)
@@ -235,10 +236,8 @@ def coord_check(
     scans = [_scan("fresh", f"{axis}s {every}, from the start over {steps} steps", fresh)]
     if factors:
         scans += [
-            _scan("doubled", f"widths {every}, trained, upscaled twofold and trained on", doubled),
-            _scan(
-                "grown", f"width {widths[0]}, trained, upscaled to {', '.join(map(str, grown))} and trained on", grown
-            ),
+            _scan("doubled", f"widths {every}, trained, grown twofold and trained on", doubled),
+            _scan("grown", f"width {widths[0]}, trained, grown to {', '.join(map(str, grown))} and trained on", grown),
         ]
     small, large = (fresh[width][0] for width in widths[:2])
     outputs = {layer for layer in small if axis == "width" and small[layer].shapes == large[layer].shapes}
@@ -369,13 +368,15 @@ class _Training:
         def wanted(module: nn.Module) -> bool:
             return id(module) in layers or any(True for _ in module.parameters(recurse=False))
 
-        with buffers_kept(net), torch.random.fork_rng(), recorded(net, wanted) as events:
+        outputs: dict[str, list[Tensor]] = {}
+
+        def ends(name: str, output: Any) -> None:
+            outputs.setdefault(_pooled(name or NETWORK, self.lists), []).extend(float_copies(output))
+
+        measured = {name: module for name, module in net.named_modules() if wanted(module)}
+        with state_kept(net.modules()), torch.random.fork_rng(), hooked(measured, lambda *_: None, ends):
             torch.manual_seed(0)  # dropout must not count as an update
             self.loss(net, self.batches[0])
-        outputs: dict[str, list[Tensor]] = {}
-        for event in events:
-            if event.ends:
-                outputs.setdefault(_pooled(event.name or NETWORK, self.lists), []).extend(event.tensors)
         for name, module in net.named_modules():
             if isinstance(module, Readout) and name not in outputs:
                 # it was fused with the loss, and read what its neighbour put out

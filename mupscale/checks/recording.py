@@ -1,25 +1,24 @@
-"""Records and copies of models for a comparison: what goes through modules, what a pass changes, copies in float64."""
+"""What a pass changes is put back: contents of objects, buffers, random numbers. And copies of models in float64."""
 
 import copy
 import random
 import threading
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
-from types import MappingProxyType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from mupscale._torch import tree_leaves, tree_map, without_transforms
+from mupscale._torch import tree_leaves, tree_map
 from mupscale.errors import UserError, one_line, shown
-from mupscale.widening.modules import dropout_of
 from mupscale.widening.stepping import restore_infshapes
-from mupscale.widening.write import is_inexact
 
 
 def leaves_of(values: Any, around: frozenset[int] = frozenset()) -> Iterator[Any]:
@@ -30,7 +29,11 @@ def leaves_of(values: Any, around: frozenset[int] = frozenset()) -> Iterator[Any
         if isinstance(leaf, UserDict):
             yield from leaves_of(leaf.data, around | {id(leaf)})
         elif _is_instance_of_a_dataclass(leaf):
-            yield from leaves_of([getattr(leaf, each.name, None) for each in fields(leaf)], around | {id(leaf)})
+            # a configuration of transformers refuses to read a field that differs by layer
+            own = (
+                vars(leaf) if hasattr(leaf, "__dict__") else {x.name: getattr(leaf, x.name, None) for x in fields(leaf)}
+            )
+            yield from leaves_of([own.get(each.name) for each in fields(leaf)], around | {id(leaf)})
         else:
             yield leaf
 
@@ -58,112 +61,123 @@ def _is_instance_of_a_dataclass(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
 
 
-@dataclass
-class Event:
-    """A call of a module begins with these tensors, or ends with them; copies, which no operation changes in place."""
-
-    name: str
-    ends: bool
-    tensors: list[Tensor]
-    is_outermost: bool
-    """Whether no recorded module made the call."""
-
-
-@contextmanager
-def hooked(
-    modules: Mapping[str, nn.Module], begins: Callable[[str, Any], None], ends: Callable[[str, Any], None]
-) -> Iterator[None]:
-    """Calls `begins` with the name and the (args, kwargs) of each call of a module, `ends` with what it returns."""
-
-    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        begins(name, (args, kwargs))
-
-    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        ends(name, output)
-
-    handles: list[Any] = []
-    try:
-        for name, module in modules.items():
-            handles.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(after, name)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def recorded(model: nn.Module, wanted: Callable[[nn.Module], bool] = lambda module: True) -> Iterator[list[Event]]:
-    """The calls of modules, or of those `wanted`, as they begin and end; no parametrizations."""
-    found = {name: module for name, module in model.named_modules() if wanted(module)}
-    events: list[Event] = []
-    depth = 0
-
-    def begins(name: str, given: Any) -> None:
-        nonlocal depth
-        events.append(Event(name, False, float_copies(given), depth == 0))
-        depth += 1
-
-    def ends(name: str, output: Any) -> None:
-        nonlocal depth
-        depth -= 1
-        events.append(Event(name, True, float_copies(output), depth == 0))
-
-    with hooked({name: found[name] for name in found if "parametrizations" not in name.split(".")}, begins, ends):
-        yield events
-
-
-def float_copies(values: Any) -> list[Tensor]:
-    """Copies of the floating-point tensors in any nested structure; of complex ones, the real and imaginary parts."""
-    tensors = (without_transforms(x).detach() for x in leaves_of(values) if isinstance(x, Tensor))
-    return [x.clone() for x in real_floats(tensors)]
-
-
-def real_floats(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The floating-point tensors among these; of complex ones, the real and imaginary parts."""
-    real = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors)
-    return [x for x in real if x.is_floating_point()]
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[list[str]]:
-    """Restores buffers at the end, also replaced ones; the names of those that changed are then in the list."""
-    held = [
-        (f"{name}.{attribute}".removeprefix("."), module, attribute, buffer, buffer.clone())
-        for name, module in model.named_modules()
-        for attribute, buffer in module.named_buffers(recurse=False)
-    ]
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        with torch.no_grad():
-            for name, module, attribute, buffer, value in held:
-                if getattr(module, attribute) is not buffer:
-                    setattr(module, attribute, buffer)
-                if not buffer.is_meta and not torch.equal(buffer, value):
-                    buffer.copy_(value)
-                    changed.append(name)
-
-
 @contextmanager
 def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores buffers and attributes of modules at the end, with the values of tensors, lists and dicts in them."""
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in modules:
-        held += [(vars(module), attributes_of(module)), (vars(module)["_buffers"], dict(vars(module)["_buffers"]))]
-    values = [value for _, before in held for value in before.values() if type(value) in (Tensor, list, dict)]
-    copies = [(value, value.clone() if isinstance(value, Tensor) else value.copy()) for value in values]
+    """Restores buffers and attributes of modules at the end, with the values of tensors and containers in them."""
+    parts = list(modules)
+    own = [SimpleNamespace(**_own_attributes(part)) for part in parts]
+    buffers = [dict(vars(part)["_buffers"]) for part in parts]
+    tensors = [x for values in (*map(vars, own), *buffers) for x in values.values() if isinstance(x, Tensor)]
+    held = held_values(tensors)
+    with contents_kept(own):
+        try:
+            yield
+        finally:
+            for part, before, of_part in zip(parts, own, buffers, strict=True):
+                for name in _own_attributes(part).keys() - vars(before).keys():
+                    del vars(part)[name]
+                vars(part).update(vars(before))
+                vars(part)["_buffers"].update(of_part)
+            put_back(held)
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Attributes but those in which torch keeps parameters, hooks, and the state of sharded modules."""
+    return {key: value for key, value in vars(module).items() if key not in _TORCH and not key.startswith("__")}
+
+
+_TORCH = frozenset(vars(nn.Module())) - {"training"}
+
+
+Held = list[tuple[Tensor, Tensor, Tensor | None]]
+"""Tensors, their memory, and the values in it; without values, if something will write it."""
+
+
+def held_values(tensors: Iterable[Tensor], written: Collection[int] = ()) -> Held:
+    return [(x, x.data, None if id(x) in written else x.data.clone()) for x in tensors]
+
+
+def put_back(rows: Held) -> None:
+    for x, data, values in rows:
+        x.data = data
+        if values is not None:
+            data.copy_(values)
+
+
+@contextmanager
+def contents_kept(objects: Iterable[Any]) -> Iterator[None]:
+    """Objects have their attributes again at the end, and containers and plain objects in these have their contents."""
+    seen: set[int] = set()
+    restore = [_contents(vars(each), seen, _DEEPEST) for each in objects]
     try:
         yield
     finally:
-        for owner, before in held:
-            for name in [name for name in owner if name not in before and name not in _OF_TORCH]:
-                del owner[name]  # it was not there before
-            owner.update(before)
-        with torch.no_grad():
-            for value, copy in copies:
-                _restore_(value, copy)
+        _call_each(restore)
+
+
+_ITERATORS: tuple[Any, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
+_WITHOUT_CONTENTS = (int, float, str, type(None), Tensor, nn.Module)
+_DEEPEST = 5
+_MOST_ENTERED = 1000
+"""Items of a container that are looked into; of a longer one, only the items themselves are put back."""
+
+
+def _contents(value: Any, seen: set[int], depth: int) -> Callable[[], Any]:
+    """A function that gives a container, or a plain object, the contents back that it has now."""
+    if isinstance(value, _WITHOUT_CONTENTS) or id(value) in seen or not depth:
+        return _nothing
+    if isinstance(value, dict | list | set):
+        seen.add(id(value))
+        items: Any = dict(value) if isinstance(value, dict) else list(value)
+        fill: Callable[[Any], Any] = value.extend if isinstance(value, list) else value.update
+        held = list(items.values()) if isinstance(items, dict) else items
+        inner = [_contents(each, seen, depth - 1) for each in held] if len(items) <= _MOST_ENTERED else []
+        return partial(_call_each, [value.clear, partial(fill, items), *inner])
+    if isinstance(value, FunctionType):
+        cells = [_contents(cell.cell_contents, seen, depth - 1) for cell in value.__closure__ or () if _is_full(cell)]
+        return partial(_call_each, cells)
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, _ITERATORS):
+        position = value.__reduce__()[2:]  # nothing, at the end
+        return partial(_call_each, [partial(value.__setstate__, each) for each in position])
+    if isinstance(value, np.ndarray):
+        return partial(np.copyto, value, value.copy())
+    return _contents(vars(value), seen, depth) if has_own_attributes(value) else _nothing
+
+
+def _call_each(functions: Iterable[Callable[[], Any]]) -> None:
+    for function in functions:
+        function()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_full(cell: Any) -> bool:
+    """Whether a variable of an enclosing function has a value yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+_NO_CONTENTS = (nn.Module, Optimizer, Tensor, type, FunctionType, MethodType, ModuleType)
+
+
+def has_own_attributes(value: Any) -> bool:
+    """Whether an object is of a user's own class, such as a meter or an average."""
+    if isinstance(value, _NO_CONTENTS) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    return type(value).__module__.partition(".")[0] not in ("torch", "lightning", "pytorch_lightning", "builtins")
 
 
 _OF_TORCH = "_parameters", "_buffers", "_modules"
@@ -172,29 +186,6 @@ _OF_TORCH = "_parameters", "_buffers", "_modules"
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are no parameters, buffers or modules."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-
-
-def _restore_(value: Any, copy: Any) -> None:
-    if isinstance(value, list):
-        value[:] = copy
-    elif isinstance(value, dict):
-        value.clear()
-        value.update(copy)
-    elif not value.is_meta and not torch.equal(value, copy):
-        value.copy_(copy)
-
-
-@contextmanager
-def training_mode(model: nn.Module, modes: Mapping[str, bool] = MappingProxyType({})) -> Iterator[None]:
-    """These modes by module, or else training; but for layers that drop units, which the plan notes."""
-    before = {module: module.training for module in model.modules()}
-    try:
-        for name, module in model.named_modules():
-            module.training = not dropout_of(module) and modes.get(name, True)
-        yield
-    finally:
-        for module, mode in before.items():
-            module.training = mode
 
 
 def seed_generators(seed: int) -> None:
@@ -258,50 +249,6 @@ def copied(name: str, model: nn.Module, dtype: torch.dtype = torch.float64) -> n
                         "class a method __deepcopy__"
                     ) from error
         raise
-
-
-def copy_to_compare(name: str, model: nn.Module, dtype: torch.dtype = torch.float64, *, perturbed: bool) -> nn.Module:
-    """Such a copy in evaluation mode, in which frozen parameters have gradients too; `perturbed` by `perturb_`."""
-    twin = copied(name, model, dtype).eval()
-    for parameter in twin.parameters():
-        if is_inexact(parameter):
-            parameter.requires_grad_()
-    if perturbed:
-        perturb_(twin)
-    return twin
-
-
-@torch.no_grad()
-def perturb_(model: nn.Module) -> None:
-    """Makes equal units differ a little; entries keep their sign and shrink, because a model may take logarithms."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(distribution: Callable[..., Tensor], like: Tensor) -> Tensor:
-        return distribution(like.shape, generator=generator, dtype=torch.float64).to(like.device)
-
-    for parameter in model.parameters():
-        if is_inexact(parameter):
-            drawn = draw(torch.randn, parameter)
-            shrunk = parameter * (1 - 0.3 * draw(torch.rand, parameter))
-            parameter.copy_(torch.where(parameter == 0, _in_place_of_zeros(parameter, drawn), shrunk))
-    for name in model.state_dict(keep_vars=True):
-        tensor = model.state_dict(keep_vars=True)[name]
-        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-            tensor.mul_(1 + 0.3 * draw(torch.rand, tensor))
-            if not bool(tensor.any()):
-                tensor.add_(0.1 * draw(torch.randn, tensor))
-
-
-def _in_place_of_zeros(parameter: Tensor, drawn: Tensor) -> Tensor:
-    """Small entries of the size of the others, and of their sign where all of them have the same."""
-    size = float(parameter.abs().square().mean().sqrt()) if parameter.numel() else 0.0
-    if not size:
-        return (0.1 * drawn).to(parameter.dtype)
-    if not parameter.is_complex() and bool((parameter >= 0).all()):
-        drawn = drawn.abs()
-    elif not parameter.is_complex() and bool((parameter <= 0).all()):
-        drawn = -drawn.abs()
-    return (0.3 * size * drawn).to(parameter.dtype)
 
 
 def _not_copied(model: nn.Module) -> dict[int, Any]:

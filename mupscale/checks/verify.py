@@ -1,8 +1,9 @@
 """Trains narrow and wide copies in float64: `verify` compares all that they compute, `check_claim` their losses."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -10,38 +11,125 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale._torch import TorchDispatchMode, tree_leaves
 from mupscale.base_shapes import clip_grad_norm_
-from mupscale.checks.comparison import Comparison, Verdict, worst_of
-from mupscale.checks.forward_pass import named_gradients
+from mupscale.checks.comparison import gradient_errors, gradients_of, named_gradients, planned_layouts, relative_error
+from mupscale.checks.precision import WithoutDropout
+from mupscale.checks.real_step import (
+    GradientMasks,
+    StepTolerance,
+    Values,
+    differences,
+    updates_since,
+    values_of,
+)
 from mupscale.checks.recording import (
-    buffers_kept,
     copied,
     float64_copy,
     generators_kept,
     map_leaves,
-    recorded,
     refuse_unless_loss,
-    seed_generators,
+    state_kept,
 )
-from mupscale.errors import UserError, one_line, refuse_unless_level, refuse_unless_model, refuse_unless_whole
+from mupscale.checks.trace import Event, Follower, Ratios, float_copies, watched
+from mupscale.errors import UserError, refuse_unless_level, refuse_unless_model, refuse_unless_whole
 from mupscale.methods.base import Claim, GrowthMethod, Loss
 from mupscale.methods.grow import as_list, grow
-from mupscale.text_tables import Paint, Watch, folded, unpainted, unwatched
-from mupscale.widening.growth import duplicate
-from mupscale.widening.hints import Hints, checked_hints, refuse_lazy, refuse_scripted
+from mupscale.text_tables import Paint, Watch, folded, table, unpainted, unwatched
+from mupscale.widening.hints import Hints, checked_hints, refuse_lazy, refuse_scripted, some_names
 from mupscale.widening.layers import Depth
 from mupscale.widening.modules import dropout_of
+from mupscale.widening.plan import plan as make_plan
+from mupscale.widening.plan_text import Plan
 from mupscale.widening.write import is_inexact
 
 TOLERANCE = 1e-8
 """Relative drift of activations in float64."""
 
 TOLERANCE_FLOAT32 = 1e-4
-"""The same for models that compute in float32 inside, whatever their weights."""
+"""The same for optimizers that compute in float32."""
+
+LOSS_DIVISOR = 100
+"""The loss is held to this part of the tolerance of activations."""
+
+GRADIENT_MULTIPLE = 10
+"""Gradients and weights get this multiple of it."""
 
 WARM_UP = 10
-"""Training steps of the narrow copy before it is widened, so that the move of optimizer state is tested too."""
+"""Training steps of the narrow copy before it grows, so that the move of optimizer state is tested too."""
+
+VANISHING = 1e-11
+"""Gradients below this share of the largest one are rounding, as that of a key's bias or of a bias before BatchNorm."""
+
+
+_REMEDY = "mupscale.discover looks for a plan with which the models agree, where there is one: give it as hints"
+
+
+@dataclass
+class Verdict:
+    """The result of `verify`. Each drift is a relative difference, the largest over all steps.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> class Shrink(nn.Module):
+        ...     def forward(self, x):
+        ...         return x / x.shape[-1] ** 0.5  # depends on the width
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), Shrink(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> verdict = mupscale.verify(
+        ...     narrow, wide, optimizer=torch.optim.AdamW, batches=[torch.randn(5, 3)], steps=2,
+        ...     loss=lambda model, batch: model(batch).square().mean())
+        >>> verdict.passed, verdict.first_divergent
+        (False, '1')
+    """
+
+    passed: bool
+    loss_drift: float = 0.0
+    activation_drift: float = 0.0
+    gradient_drift: float = 0.0
+    weight_drift: float = 0.0
+    first_divergent: str | None = None
+    """The name of the first module that diverges, or None."""
+    reason: str | None = None
+    """What diverged there, at which step, and the plan's notes on it; or why nothing was tested."""
+    steps: int = 0
+    tolerance: float = 0.0
+    drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
+    """The largest drift of each module's activations, in the order of the forward pass. An output inside the model may
+    be multiplied by a constant: its drift is measured from there."""
+    plan: Plan | None = field(default=None, repr=False)
+    dropout: tuple[str, ...] = ()
+    """Layers that drop units, which dropped none."""
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
+        """The verdict in a line that begins with `title`, and the drifts in a table; for a terminal of `columns`."""
+        if self.passed:
+            head = "exact apart from dropout" if self.dropout else "exact"
+        elif self.first_divergent is None:
+            head = "NOTHING TESTED"
+        else:
+            head = f"NOT exact: {self.first_divergent} diverges first"
+        lines = folded([f"{title}{head} (tolerance {self.tolerance:g}, {self.steps} steps after the growth)"], columns)
+        lines = [paint(line, "good" if self.passed else "bad") for line in lines]
+        drifts = {
+            "loss": (self.loss_drift, self.tolerance / LOSS_DIVISOR),
+            "activations": (self.activation_drift, self.tolerance),
+            "gradients": (self.gradient_drift, self.tolerance * GRADIENT_MULTIPLE),
+            "weights": (self.weight_drift, self.tolerance * GRADIENT_MULTIPLE),
+        }
+        rows = [("", "largest relative drift", "allowed")]
+        rows += [(name, f"{drift:.1e}", f"{allowed:.0e}") for name, (drift, allowed) in drifts.items()]
+        beyond = [index for index, (drift, allowed) in enumerate(drifts.values(), 1) if not drift <= allowed]
+        lines += table(rows, right=(1, 2), styles=dict.fromkeys(beyond, "bad"), columns=columns, paint=paint)
+        below = [f"compared without {some_names(self.dropout)}"] if self.dropout and not self.reason else []
+        if self.reason:
+            below = [self.reason, *[_REMEDY] * (self.first_divergent is not None)]
+        return "\n".join([*lines, *folded(below, columns)])
+
+    __str__ = text
 
 
 @generators_kept()
@@ -58,24 +146,24 @@ def verify(
     tolerance: float | None = None,
     watch: Watch = unwatched,
 ) -> Verdict:
-    """Checks whether upscaling `narrow` to `wide` is exact: same function, same training.
+    """Checks whether the growth of `narrow` to `wide` is exact: same function, same training.
 
-    A float64 copy of `narrow` trains for a few steps and is upscaled without noise. Then both copies train for `steps`
+    A float64 copy of `narrow` trains for a few steps and grows without noise. Then both copies train for `steps`
     steps with `optimizer(parameters)` and `loss(model, batch)`, cycling through `batches`; with `clip`, gradients are
-    clipped by the width-invariant norm. The output of every module, every gradient and every weight of the wide copy is
-    compared with its duplicated narrow counterpart. The arguments are not changed. Complex weights become complex128.
-    Tensors in batches are converted too, in tuples, lists, dictionaries and dataclasses.
+    clipped by the width-invariant norm. The output of every module and every gradient of the wide copy is compared with
+    its duplicated narrow counterpart; after the first and the last step also weights, buffers and optimizer state. The
+    arguments are not changed.
+
+    All is computed in float64, or complex128, what a model casts to float32 inside as well. Layers that drop units drop
+    none, because their masks are others in the wide model: the verdict is then exact apart from dropout.
 
     Inside the model, the output of a module may be multiplied by a constant (a softmax over the width makes it smaller)
     if the output of the model, the loss, all gradients, weights and buffers agree.
 
-    The default tolerance is 1e-8 for activations and 1e-10 for the loss. If the model or the optimizer computes in
-    float32 internally, it is 1e-4 and 1e-6.
+    The default tolerance is 1e-8 for activations and 1e-10 for the loss. If the optimizer computes in float32
+    internally, it is 1e-4 and 1e-6.
 
     `watch(words, done, total)` is called after every step.
-
-    Layers that drop units draw other masks for the wide model. Where the models differ, they are compared again without
-    these layers; the verdict is then exact apart from dropout, or what else differs.
 
     The verdict is not `passed` if no growing parameter has a gradient, or if none of them moves: nothing was tested.
 
@@ -89,7 +177,7 @@ def verify(
         >>> batches = [torch.randn(5, 3) for _ in range(4)]
         >>> verdict = mupscale.verify(narrow, wide, optimizer=torch.optim.AdamW, batches=batches, loss=loss, steps=10)
         >>> print(verdict)  # doctest: +ELLIPSIS
-        exact (tolerance 1e-08, 10 steps after the upscale)
+        exact (tolerance 1e-08, 10 steps after the growth)
         ...
     """
     for name, model in (("narrow", narrow), ("wide", wide)):
@@ -102,83 +190,164 @@ def verify(
     for name, value in (("clip", clip), ("tolerance", tolerance)):
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)
-    batches = [map_leaves(_to_float64, batch) for batch in islice(batches, WARM_UP + steps)]
+    batches = list(islice(batches, WARM_UP + steps))
     if not batches:
         raise UserError("verify: batches is empty")
-    given, wide_given = narrow, wide
     narrow, wide = copied("verify: narrow", narrow), copied("verify: wide", wide)
+    dropout = tuple(name for name, module in narrow.named_modules() if module.training and dropout_of(module))
     for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
-        twin.training = module.training
-    narrow_opts = as_list(optimizer(list(narrow.parameters())))
+        module.training = twin.training = module.training and not dropout_of(module)
+    optimizers = as_list(optimizer(list(narrow.parameters())))
     allowed = tolerance
     if allowed is None:
-        rounds = _computes_in_float32(narrow, batches[0], loss) or any(map(_steps_in_float32, narrow_opts))
-        allowed = TOLERANCE_FLOAT32 if rounds else TOLERANCE
+        allowed = TOLERANCE_FLOAT32 if any(map(_steps_in_float32, optimizers)) else TOLERANCE
+    plan = make_plan(narrow, wide, hints=hints)
+    comparison = _Comparison(plan, allowed)
+
+    def backward(model: nn.Module, step: int, note: Any = lambda name, kind, values: None) -> Tensor:
+        model.zero_grad()
+        batch = batches[step % len(batches)]
+        with WithoutDropout():
+            _, value = watched(model, lambda model: loss(model, batch), note, seed=step)
+        refuse_unless_loss(value)
+        if value.requires_grad:  # a constant has no gradients, which the verdict says
+            value.backward()
+        return value.detach()
+
+    def update(model: nn.Module, optimizers: list[Optimizer]) -> None:
+        with comparison.masks.flushed(model, optimizers, is_wide=model is wide):
+            if clip is not None:
+                clip_grad_norm_(model, clip)
+            for each in optimizers:
+                each.step()
+
     for step in range(WARM_UP):
-        _backward(narrow, batches[step % len(batches)], loss, step)
-        _flush(narrow, _vanishing(narrow))
-        _step(narrow, narrow_opts, clip)
-    report = grow(narrow, wide, narrow_opts, hints=hints)
-    assert isinstance(report.optimizer, list)
-
-    growing = {name for name, entry in report.plan.parameters.items() if entry.grows}
-    tested = {name: p.detach().clone() for name, p in narrow.named_parameters() if name in growing or not growing}
-    comparison = Comparison(report.plan, Verdict(False, steps=steps, tolerance=allowed, plan=report.plan), tested)
-    drifts = comparison.buffer_drifts(narrow, wide)
-    comparison.tracked = [name for name, drift in drifts.items() if drift <= allowed]
+        backward(narrow, step)
+        update(narrow, optimizers)
+    continued = as_list(grow(narrow, wide, optimizers, plan=plan).optimizer)
+    comparison.begin(narrow)
     for step in range(steps):
-        batch = batches[(WARM_UP + step) % len(batches)]
+        events: list[Event] = []
+
+        def record(name: str, kind: Any, values: Any, events: list[Event] = events) -> None:
+            events.append(Event(name, kind, float_copies(values)))
+
+        before = backward(narrow, WARM_UP + step, record)
+        follower = Follower(narrow, events, plan, comparison.layouts, allowed, comparison.ratios)
+        after = backward(wide, WARM_UP + step, follower)
         comparison.step = step
-        with recorded(narrow) as before:
-            narrow_loss = _backward(narrow, batch, loss, step)
-        with recorded(wide) as after:
-            wide_loss = _backward(wide, batch, loss, step)
-        comparison.activations(before, after)
-        comparison.loss(narrow_loss, wide_loss)
-        comparison.gradients(narrow, wide, {event.name: place for place, event in enumerate(before) if event.ends})
-        vanishing = _vanishing(narrow)
-        _flush(narrow, vanishing)
-        _flush(wide, {name: duplicate(mask, report.plan.parameters[name].layouts) for name, mask in vanishing.items()})
-        _step(narrow, narrow_opts, clip)
-        _step(wide, report.optimizer, clip)
-        comparison.weights(narrow, wide)
+        comparison.passes(follower, before, after)
+        comparison.gradients(narrow, wide, {event.name: place for place, event in enumerate(events)})
+        update(narrow, optimizers)
+        update(wide, continued)
+        if step in (0, steps - 1) and not comparison.is_inexact:
+            expected = copied("verify: wide", wide)
+            wanted = values_of(expected, as_list(grow(narrow, expected, optimizers, plan=plan).optimizer))
+            comparison.values(narrow, values_of(wide, continued), wanted)
         watch("comparing training steps", step + 1, steps)
-    comparison.buffers(narrow, wide)
-    verdict = comparison.finished()
-    dropout = tuple(name for name, module in given.named_modules() if module.training and dropout_of(module))
-    if verdict.passed or not dropout:
-        return verdict
-    without = copied("verify: narrow", given)
-    for name in dropout:
-        without.get_submodule(name).eval()
-    if all(without.get_submodule(name).training for name in dropout):  # they are always on
-        return replace(verdict, dropout=dropout)
-    settings: dict[str, Any] = {"steps": steps, "clip": clip, "hints": hints, "tolerance": tolerance, "watch": watch}
-    again = verify(without, wide_given, optimizer=optimizer, batches=batches, loss=loss, **settings)
-    return replace(again, dropout=dropout)
+    return comparison.verdict(narrow, steps, dropout)
 
 
-_DOUBLE = (torch.float64, torch.complex128)
+class _Comparison:
+    """The drifts of a wide model from a narrow one, and what differed first."""
 
+    def __init__(self, plan: Plan, tolerance: float) -> None:
+        self.plan, self.tolerance, self.step = plan, tolerance, 0
+        self.layouts = planned_layouts((*plan.parameters.values(), *plan.buffers.values()))
+        self.masks = GradientMasks(plan, StepTolerance(vanishing=VANISHING))
+        self.ratios: Ratios = {}
+        self._drifts = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+        self._by_module: dict[str, float] = {}
+        self._first: tuple[str, str] | None = None
+        self.is_inexact = False
+        self._start: dict[str, Tensor] = {}
 
-class _LowPrecisionWatch(TorchDispatchMode):
-    """Notices an operation on the way from the weights to the loss that rounds float64 to fewer digits."""
+    def begin(self, narrow: nn.Module) -> None:
+        self._start = {name: parameter.detach().clone() for name, parameter in narrow.named_parameters()}
+        self.masks.seen.clear()
 
-    seen = False
+    def passes(self, follower: Follower, narrow_loss: Tensor, wide_loss: Tensor) -> None:
+        for name, drift in follower.drifts.items():
+            self._by_module[name] = _worst(self._by_module.get(name, 0.0), drift)
+        self.is_inexact |= follower.differs
+        if follower.first is not None:  # or only by a number that what follows makes up for
+            self._blame(follower.first.place, str(follower.first))
+        drift = relative_error(wide_loss, narrow_loss, float(narrow_loss.abs()))
+        if self._exceeds("loss", drift, self.tolerance / LOSS_DIVISOR):
+            self._blame("(the loss)", f"the loss drifts by {drift:.1e} while every module's output agrees")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        rounded = isinstance(result, Tensor) and is_inexact(result) and result.dtype not in _DOUBLE
-        self.seen |= rounded and any(
-            isinstance(a, Tensor) and a.dtype in _DOUBLE and a.requires_grad for a in tree_leaves((args, kwargs))
+    def gradients(self, narrow: nn.Module, wide: nn.Module, order: dict[str, int]) -> None:
+        drifts = gradient_errors(self.plan.parameters, gradients_of(narrow), gradients_of(wide), least=1e-4)
+        if self._exceeds("gradient", _worst(*drifts.values()), self.tolerance * GRADIENT_MULTIPLE):
+            # the fault is nearest to the loss: everything before it inherits a wrong gradient
+            bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * GRADIENT_MULTIPLE]
+            name = max(bad, key=lambda name: order.get(name.rpartition(".")[0], -1))
+            self._blame(name.rpartition(".")[0], f"the gradient of {name!r} drifts by {drifts[name]:.1e}")
+
+    def values(self, narrow: nn.Module, got: Values, wanted: Values) -> None:
+        allowed = self.tolerance * GRADIENT_MULTIPLE
+        updates = updates_since(self.plan, narrow, self._start)
+        found, worst = differences(got, wanted, updates, self.plan, StepTolerance(update=allowed, rounding=allowed))
+        self._drifts["weight"] = _worst(self._drifts["weight"], worst)
+        self.is_inexact |= bool(found)
+        for first in found[:1]:
+            self._blame(first.place, f"{first}, though gradients agree,")
+
+    def verdict(self, narrow: nn.Module, steps: int, dropout: tuple[str, ...]) -> Verdict:
+        divergent, reason = None, self._why_untested(narrow, steps)
+        if self.is_inexact and self._first is not None:
+            divergent, reason = self._first
+            notes = [note for note in self.plan.notes if _concerns(note.partition(":")[0], divergent)]
+            reason = "\n  ".join([reason, *(f"note: {note}" for note in notes)])
+        return Verdict(
+            reason is None,
+            self._drifts["loss"],
+            _worst(*self._by_module.values()),
+            self._drifts["gradient"],
+            self._drifts["weight"],
+            divergent,
+            reason,
+            steps,
+            self.tolerance,
+            self._by_module,
+            self.plan,
+            dropout,
         )
-        return result
+
+    def _exceeds(self, kind: str, drift: float, allowed: float) -> bool:
+        self._drifts[kind] = _worst(self._drifts[kind], drift)
+        self.is_inexact |= not drift <= allowed
+        return not drift <= allowed
+
+    def _blame(self, module: str, what: str) -> None:
+        if self._first is None:
+            self._first = module or "(the model)", f"{what} at step {self.step} after the growth"
+
+    def _why_untested(self, narrow: nn.Module, steps: int) -> str | None:
+        """Why agreement proves nothing; None if it does."""
+        entries = self.plan.parameters.values()
+        tested = {entry.origin for entry in entries if entry.grows} or {entry.origin for entry in entries}
+        if not tested & self.masks.any_seen():
+            return (
+                f"nothing was tested: no parameter that grows has a gradient in any of {steps} steps. The loss does "
+                "not depend on them, the network is dead (a ReLU that is always 0), or they are frozen"
+            )
+        if all(torch.equal(narrow.get_parameter(name), self._start[name]) for name in tested):
+            return (
+                f"nothing was tested: no parameter that grows moves in any of {steps} steps. Is the learning rate 0, "
+                "or the clip?"
+            )
+        return None
 
 
-def _computes_in_float32(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> bool:
-    with buffers_kept(model), _LowPrecisionWatch() as watch:
-        _loss_in_float64(loss, model, batch)
-    return watch.seen
+def _worst(*drifts: float) -> float:
+    return max((math.inf if math.isnan(drift) else drift for drift in drifts), default=0.0)
+
+
+def _concerns(noted: str, module: str) -> bool:
+    """Whether a note on one module may explain a divergence that shows in another: one contains the other."""
+    within = f"{noted}.".startswith(f"{module}.") or f"{module}.".startswith(f"{noted}.")
+    return within or "(the model)" in (noted, module)
 
 
 def _steps_in_float32(optimizer: Optimizer) -> bool:
@@ -188,62 +357,6 @@ def _steps_in_float32(optimizer: Optimizer) -> bool:
         or any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in group.values())
         for group in optimizer.param_groups
     )
-
-
-def _loss_in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """The loss; raises a UserError where the model uses an operation that does not exist in float64."""
-    try:
-        value = loss(model, batch)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        message = one_line(error)
-        if not any(word in message for word in ("Double", "float64", "dtype", "data type", "scalar type")):
-            raise
-        raise UserError(
-            f"verify: the model does not compute in float64 ({message}). Give it an implementation that does, make its "
-            "tensors of the dtype of its inputs, and give batches as tensors in tuples, dictionaries or dataclasses"
-        ) from error
-    refuse_unless_loss(value)
-    return value
-
-
-def _to_float64(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not is_inexact(value):
-        return value
-    return value.to(torch.complex128) if value.is_complex() else value.double()
-
-
-def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], seed: int) -> Tensor:
-    seed_generators(seed)
-    model.zero_grad()
-    value = _loss_in_float64(loss, model, batch)
-    if value.requires_grad:  # a constant has no gradients, which the verdict says
-        value.backward()
-    return value.detach()
-
-
-def _vanishing(model: nn.Module) -> dict[str, Tensor]:
-    """The gradient entries that are rounding noise.
-
-    Some gradients vanish by symmetry: that of a key's bias, or of a bias before BatchNorm. An optimizer that normalises
-    would turn their rounding noise into real steps of random sign, in directions that do not matter.
-    """
-    found = {name: p.grad for name, p in model.named_parameters() if p.numel()}
-    gradients = {name: gradient for name, gradient in found.items() if gradient is not None and not gradient.is_sparse}
-    largest = max((float(gradient.abs().max()) for gradient in gradients.values()), default=0.0)
-    return {name: gradient.abs() < 1e-11 * largest for name, gradient in gradients.items()}
-
-
-def _flush(model: nn.Module, masks: dict[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        if name in masks and parameter.grad is not None:
-            parameter.grad.masked_fill_(masks[name], 0.0)
-
-
-def _step(model: nn.Module, optimizers: Sequence[Optimizer], clip: float | None) -> None:
-    if clip is not None:
-        clip_grad_norm_(model, clip)
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 PRESERVED = 1e-12
@@ -326,21 +439,27 @@ def check_claim(
     assert isinstance(after, Optimizer)
     static = dynamic = 0.0
     for batch in batches:
-        with torch.no_grad(), buffers_kept(narrow), buffers_kept(wide):
-            static = worst_of(static, _deviation(float(loss(wide, batch)), float(loss(narrow, batch))))
+        with torch.no_grad(), state_kept([*narrow.modules(), *wide.modules()]):
+            static = max(static, _deviation(float(loss(wide, batch)), float(loss(narrow, batch))))
     gradients = {}
     if method.measures_claim:
-        with buffers_kept(wide):
+        with state_kept(wide.modules()):
             gradients["gradients"] = named_gradients(wide, loss(wide, batches[0]))
     claim = method.claim(report.plan, narrow, [before], **gradients)
     if report.plan.layers:  # new layers learn, which no narrow run does
         claim = Claim(claim.function and report.plan.keeps_function, False)
     for step in range(steps):
         batch = batches[(WARM_UP + step) % len(batches)]
-        dynamic = worst_of(
+        dynamic = max(
             dynamic, _deviation(_train_step(wide, after, batch, loss), _train_step(narrow, before, batch, loss))
         )
     return ClaimCheck(type(method).__name__, claim, static, dynamic)
+
+
+def _to_float64(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not is_inexact(value):
+        return value
+    return value.to(torch.complex128) if value.is_complex() else value.double()
 
 
 def _train_step(model: nn.Module, optimizer: Optimizer, batch: Any, loss: Loss) -> float:
@@ -352,4 +471,4 @@ def _train_step(model: nn.Module, optimizer: Optimizer, batch: Any, loss: Loss) 
 
 
 def _deviation(wide: float, narrow: float) -> float:
-    return abs(wide - narrow) / abs(narrow)
+    return abs(wide - narrow) / abs(narrow) if math.isfinite(wide - narrow) else math.inf

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from mupscale.checks.trace import Event
 from mupscale.discovery.found import nearest_power
 from mupscale.discovery.hypothesis import Group, Hypothesis, entries_grow_by, is_known
-from mupscale.discovery.passes import Event, Outcome, PairedCut, layouts_of
+from mupscale.discovery.passes import Outcome, PairedCut, layouts_of
 from mupscale.text_tables import starred
 from mupscale.widening.growth import Layout, Piece, evenly
+from mupscale.widening.hints import Use
 from mupscale.widening.table import Side
 
 _MOST_PAIRED = 24
@@ -42,7 +44,7 @@ class Proposals:
     def __init__(self, hypothesis: Hypothesis, events: list[Event], cuts: list[PairedCut]) -> None:
         self.hypothesis, self.events, self.cuts = hypothesis, events, cuts
         self._begins = self._first_events()
-        begun = {event.module for event in events}
+        begun = {event.name for event in events}
         names = [name for name, _ in hypothesis.narrow.named_modules()]
         self._never_begun = [name for name in names if name not in begun and hypothesis.own(name)]
 
@@ -56,7 +58,7 @@ class Proposals:
             scope = outcome.untrained[0].rpartition(".")[0]
         else:
             event = self.events[outcome.agreed]
-            scope = event.module.rpartition(".")[0] if event.kind == "begins" else event.module
+            scope = event.name.rpartition(".")[0] if event.kind == "begins" else event.name
         yield scope
         while scope:
             scope = scope.rpartition(".")[0]
@@ -75,8 +77,8 @@ class Proposals:
         inside = f"{scope}." if scope else ""
         seen: dict[str, None] = {}
         for event in reversed(self.events[: outcome.agreed + 1]):
-            if (event.module == scope or event.module.startswith(inside)) and self.hypothesis.own(event.module):
-                seen.setdefault(event.module)
+            if (event.name == scope or event.name.startswith(inside)) and self.hypothesis.own(event.name):
+                seen.setdefault(event.name)
         for module in self._never_begun:
             if module.startswith(inside):
                 seen.setdefault(module)
@@ -84,7 +86,7 @@ class Proposals:
 
     def _carrier_changes(self, outcome: Outcome) -> Iterator[Change]:
         """The last norm before a readout that is tied to an embedding carries the factor of the readout."""
-        running = {event.module for event in self.events[: outcome.agreed + 1]}
+        running = {event.name for event in self.events[: outcome.agreed + 1]}
         for use in self.hypothesis.uses.values():
             sides = self.hypothesis.assumed[use.name].sides
             if use.narrow.ndim < 2 or len(use.owners) < 2 or "out" not in sides:
@@ -137,10 +139,10 @@ class Proposals:
         for module in ran:
             for name in self.hypothesis.own(module):
                 use = self.hypothesis.uses[name]
-                if is_known(use) or not use.growing or starred(name) in seen:
+                if is_known(use) or not use.growing or _kind(use) in seen:
                     continue
-                seen.add(starred(name))
-                alike = tuple(other for other in self.hypothesis.uses if starred(other) == starred(name))
+                seen.add(_kind(use))
+                alike = tuple(key for key, other in self.hypothesis.uses.items() if _kind(other) == _kind(use))
                 for sides in _other_sides(self.hypothesis.assumed[name].sides):
                     yield Change(f"{starred(name)} as {sides}", Hypothesis.turn, (alike, sides))
 
@@ -191,7 +193,7 @@ class Proposals:
         """The first event of a module that holds each tensor, or that contains one; other modules may read it too."""
         first: dict[str, int] = {}
         for index, event in enumerate(self.events):
-            first.setdefault(event.module, index)
+            first.setdefault(event.name, index)
         answer = {}
         for name, use in self.hypothesis.uses.items():
             answer[name] = min(first.get(owner.rpartition(".")[0], 0) for owner, _, _, _ in use.owners)
@@ -215,6 +217,11 @@ def pairs(changes: list[Change]) -> Iterator[tuple[Change, Change]]:
     for (one, _, _), other in product(layouts, of_units):
         if not set(one.names()).isdisjoint(other.names()):
             yield one, other
+
+
+def _kind(use: Use) -> tuple[str, int, tuple[int, ...]]:
+    """What parameters that grow alike have in common; a list may hold unlike ones."""
+    return starred(use.name), use.narrow.ndim, use.growing
 
 
 def _layout_words(layout: Layout) -> str:

@@ -10,14 +10,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise, starmap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mupscale._torch import tree_leaves
-from mupscale.checks.forward_pass import Call, Kind, Precision, floats_of, named_gradients, watched, weighted_sum
-from mupscale.checks.recording import copy_to_compare, generators_kept, hooked
+from mupscale.checks.comparison import named_gradients, weighted_sum
+from mupscale.checks.precision import Precision
+from mupscale.checks.recording import generators_kept
+from mupscale.checks.trace import Call, Kind, floats_of, hooked, watched
+from mupscale.checks.weights import copy_to_compare
 from mupscale.errors import UserError, one_line
 from mupscale.text_tables import starred
 from mupscale.widening.layers import joined
@@ -68,6 +72,9 @@ def _residual_of_list(name: str, layers: "list[_Layer]", owners: Mapping[int, li
     answer: dict[str, float] = {}
     found: dict[Any, dict[str, float]] = {}
     reasons = []
+    adds_outside = len(layers) > 1 and all(starmap(_is_added, pairwise(layers)))
+    for layer in layers:
+        layer.adds_outside = adds_outside
     for layer in layers:
         kind = type(layer.module), *((each, parameter.shape) for each, parameter in layer.parameters.items())
         try:
@@ -80,6 +87,21 @@ def _residual_of_list(name: str, layers: "list[_Layer]", owners: Mapping[int, li
     if not answer and reasons:
         raise UserError(f"no layer of {name!r} can be made the identity: {reasons[0]}. {_ALTERNATIVES}")
     return answer
+
+
+def _is_added(layer: "_Layer", following: "_Layer") -> bool:
+    """Whether the next layer gets the sum of what this one gets and returns."""
+    try:
+        outputs = list(layer.outputs())
+    except _NoIdentity:
+        return False
+    if len(outputs) != len(following.inputs):
+        return False
+    for given, output, sums in zip(layer.inputs, outputs, following.inputs, strict=True):
+        pairs = [(a, b) for a in floats_of(given) for b in floats_of(sums) if a.shape == b.shape == output.shape]
+        if not any(bool(torch.allclose(a + output, b, rtol=1e-9, atol=1e-12)) for a, b in pairs):
+            return False
+    return True
 
 
 class _NoIdentity(Exception):
@@ -100,6 +122,8 @@ class _Layer:
     name: str
     module: nn.Module
     inputs: list[Any] = field(default_factory=list)
+    adds_outside: bool = False
+    """Whether the model adds what the layer returns to the stream, so that a layer that returns zeros adds nothing."""
 
     def __post_init__(self) -> None:
         self.parameters = {name: each for name, each in self.module.named_parameters() if is_inexact(each)}
@@ -119,9 +143,15 @@ class _Layer:
 
     @torch.no_grad()
     def change(self) -> float:
-        """The difference of the output from the input that it is most alike, in units of that; the largest of calls."""
+        """The difference of the output from the input that it is most alike, in units of that; the largest of calls.
+
+        With `adds_outside`, the largest entry of the output.
+        """
         worst = 0.0
         for given, output in zip(self.inputs, self.outputs(), strict=True):
+            if self.adds_outside:
+                worst = max(worst, float(output.abs().max()))
+                continue
             alike = [each for each in floats_of(given) if each.shape == output.shape]
             changes = [float((output - each).abs().max() / each.abs().max().clamp_min(1e-30)) for each in alike]
             worst = max(worst, min((change for change in changes if not math.isnan(change)), default=math.inf))

@@ -6,8 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.forward_pass import Call
-from mupscale.checks.recording import copy_to_compare, generators_kept, perturb_
+from mupscale.checks.recording import generators_kept
+from mupscale.checks.trace import Call
+from mupscale.checks.weights import copy_to_compare, perturb_
 from mupscale.discovery.found import Found, growth_factors, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, entries_grow_by, first_sides, is_known
 from mupscale.discovery.passes import PairedCut, Recording, paired
@@ -159,7 +160,7 @@ def _found(search: Search, undecided: tuple[str, ...]) -> Found:
             rescale[name] = without_rounding(said, growth_factors(shapes, name), 1e-12)
     untested = search.without_effect()
     without_gradient = tuple(name for name in search.without_gradient() if name not in untested)
-    notes = untested, undecided, without_gradient, search.differs_in_training()
+    notes = untested, undecided, without_gradient
     return Found(roles, blocks, rescale, search.passes, shapes, tuple(search.cuts), *notes)
 
 
@@ -173,7 +174,8 @@ def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
             raise UserError(f"discover: {name!r} grows in a way that a plan cannot express. Give its blocks by hand")
     for name, entry in report.plan.parameters.items():
         assumed = hypothesis.assumed[name]
-        if not entry.mixed and not math.isclose(
+        is_decided = not entry.mixed and math.prod(entry.wide_shape) > 0  # DINOv3 may have no register tokens
+        if is_decided and not math.isclose(
             entry.scale.gradient * entries_grow_by(assumed) * assumed.scale.weight, 1.0, rel_tol=1e-9
         ):
             raise UserError(f"discover: {name!r} has a role that a plan cannot express. Give its role by hand")

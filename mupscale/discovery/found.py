@@ -55,8 +55,6 @@ class Found(Hints):
     """Parameters of which it is not known which axis is summed over: centred noise on them may change the function."""
     without_gradient: tuple[str, ...] = ()
     """Growing parameters that affect what the model returns, but have no gradient: how they train is not tested."""
-    differs_in_training: bool = False
-    """Whether the two models agree only in evaluation mode, dropout layers aside: then training is not exact."""
 
     def resolved(self, narrow: nn.Module, wide: nn.Module, cuts: Callable[[], Sequence[PairedCut]] = tuple) -> "Found":
         """The same for two models of the same family with other sizes and another depth.
@@ -83,11 +81,6 @@ class Found(Hints):
         for text, names in notes.items():
             if names:
                 lines.append(f"{text}: {', '.join(dict.fromkeys(map(starred, names)))}")
-        if self.differs_in_training:
-            lines.append(
-                "not exact in training mode: the models draw random numbers for each unit (functional dropout, noise), "
-                "or run code there that depends on the width"
-            )
         return "\n".join(lines)
 
 
@@ -143,7 +136,7 @@ class _Resolution:
 
     def found(self) -> Found:
         given = self.given
-        notes = given.untested, given.undecided, given.without_gradient, given.differs_in_training
+        notes = given.untested, given.undecided, given.without_gradient
         answer = Found({}, {}, {}, given.passes, {}, (), *notes)
         for name, model in self.models.items():
             answer.shapes[name] = shapes = tuple(self.sources[name].shape), tuple(self.targets[name].shape)
@@ -156,7 +149,7 @@ class _Resolution:
                 if (n == w) != (before[axis] == after[axis]):
                     raise UserError(
                         f"axis {axis} of {name!r} {shapes[0]} → {shapes[1]} grows in one size of the family only. Were "
-                        "both configurations widened by the same factor?"
+                        "both configurations grown by the same factor?"
                     )
                 if axis in given.blocks.get(model, {}):
                     layout = parse_layout(given.blocks[model][axis], before[axis], after[axis])

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mupscale._torch import is_under_transform
-from mupscale.checks.comparison import Match, Planned, match
-from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
-from mupscale.checks.recording import buffers_kept
+from mupscale.checks.comparison import Match, Planned, match, named_gradients, weighted_sum
+from mupscale.checks.recording import state_kept
+from mupscale.checks.trace import Call, Event, Kind, floats_of, match_all, tensors_of, watched
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
 from mupscale.errors import UserError
 from mupscale.widening.growth import Layout, Piece, wide_length
@@ -91,17 +91,6 @@ def _cut_again(cuts: Sequence[PairedCut], narrow: int, wide: int, depth: int) ->
 
 
 @dataclass
-class Event:
-    """A module begins with these inputs, or ends with these outputs; the last event is what the whole call returns."""
-
-    module: str
-    kind: Kind
-    tensors: list[Tensor]
-    made_before: list[Tensor]
-    """What operations have made since the event before it."""
-
-
-@dataclass
 class Outcome:
     """How far the wide model agrees with the narrow one."""
 
@@ -134,10 +123,11 @@ class Recording:
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         self.events: list[Event] = []
+        self.made: list[list[Tensor]] = [[]]
+        """What operations have made before each event."""
         self.cuts: list[Cut] = []
         """Into which sections the model cuts axes."""
-        self._made: list[Tensor] = []
-        with buffers_kept(model):
+        with state_kept(model.modules()):
             outputs = _run(model, call, self._note, self._ran)
             self._note("", "returns", outputs)
 
@@ -146,11 +136,11 @@ class Recording:
         return self.events[-1].tensors
 
     def _note(self, name: str, kind: Kind, values: Any) -> None:
-        self.events.append(Event(name, kind, _copies(values), [*self._made]))
-        self._made.clear()
+        self.events.append(Event(name, kind, _copies(values)))
+        self.made.append([])
 
     def _ran(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        self._made += _floats_made(result)
+        self.made[-1] += _floats_made(result)
         self.cuts += cuts_of(func, args, result)
 
 
@@ -187,19 +177,19 @@ def compare(
     def differs(reason: str) -> NoReturn:
         outcome.reason = reason
         if outcome.agreed < len(narrow.events):
-            outcome.operations = _operations(narrow.events[outcome.agreed].made_before, made, tolerance, planned)
+            outcome.operations = _operations(narrow.made[outcome.agreed], made, tolerance, planned)
         raise _Stop
 
     def note(name: str, kind: Kind, values: Any) -> None:
         index = outcome.agreed
-        if index >= len(narrow.events) or (narrow.events[index].module, narrow.events[index].kind) != (name, kind):
+        if index >= len(narrow.events) or (narrow.events[index].name, narrow.events[index].kind) != (name, kind):
             differs("the two models call different modules")
         if base is not None and index < min(since, base.agreed):
             outcome.matches.append(base.matches[index])
             outcome.agreed += 1
             made.clear()
             return
-        matches = _matched(narrow.events[index].tensors, _copies(values), tolerance, planned)
+        matches = match_all(narrow.events[index].tensors, _copies(values), tolerance, planned)
         if matches is None:
             differs(f"what {_shown(name, kind)} {'reads' if kind == 'begins' else 'returns'} differs")
         if kind == "begins":
@@ -212,14 +202,14 @@ def compare(
         made.clear()
 
     try:
-        with torch.set_grad_enabled(with_graph), buffers_kept(hypothesis.wide) as changed:
+        with torch.set_grad_enabled(with_graph), state_kept(hypothesis.wide.modules()):
             note("", "returns", _run(hypothesis.wide, call, note, lambda *ran: made.extend(_floats_made(ran[-1]))))
     except _Stop:
         pass
     else:
         if outcome.agreed < len(narrow.events):
             outcome.reason = "the two models call different modules"
-    hypothesis.write_again(changed)  # what a buffer follows may have been found in this pass
+    hypothesis.write_again(hypothesis.buffers)  # what a buffer follows may have been found in this pass
     return outcome
 
 
@@ -235,18 +225,6 @@ def _shown(name: str, kind: Kind) -> str:
     if kind == "returns":
         return "call(model)"
     return repr(name) if name else "the model"
-
-
-def _matched(narrow: list[Tensor], wide: list[Tensor], tolerance: float, planned: Planned) -> list[Match] | None:
-    if len(narrow) != len(wide):
-        return None
-    answer = []
-    for before, after in zip(narrow, wide, strict=True):
-        found = match(before, after, tolerance, planned)
-        if found is None:
-            return None
-        answer.append(found)
-    return answer
 
 
 def _in_full(matches: list[Match]) -> bool:
@@ -289,13 +267,13 @@ def _layout_of_units(inputs: list[Tensor], matches: list[Match], narrow: int, wi
 
 
 def returned(model: nn.Module, call: Call) -> list[Tensor]:
-    """The outputs of one forward pass, with their graph. It may change buffers: see `buffers_kept`."""
+    """The outputs of one forward pass, with their graph. It may change buffers: see `state_kept`."""
     return floats_of(_run(model, call))
 
 
 def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) -> dict[str, Tensor]:
     """The gradients of a weighted sum of all outputs, by the names of parameters."""
-    with buffers_kept(model):
+    with state_kept(model.modules()):
         total = weighted_sum(returned(model, call), matches)
         try:
             return named_gradients(model, total)

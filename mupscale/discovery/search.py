@@ -6,11 +6,12 @@ from itertools import combinations, islice
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.comparison import gradient_errors, match, relative_error, size_of
-from mupscale.checks.recording import buffers_kept, training_mode
+from mupscale.checks.comparison import gradient_errors, relative_error, size_of
+from mupscale.checks.recording import state_kept
+from mupscale.checks.trace import Call
 from mupscale.discovery.changes import Change, Proposals, pairs
 from mupscale.discovery.hypothesis import Hypothesis, State, is_known
-from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients, paired, returned
+from mupscale.discovery.passes import Outcome, Recording, compare, gradients, paired, returned
 from mupscale.errors import UserError
 from mupscale.text_tables import Watch, starred, unwatched
 from mupscale.widening.growth import Growth, duplicate, is_mixed
@@ -95,28 +96,13 @@ class Search:
         self.passes += 1
         self.hypothesis.write()
         self.hypothesis.add_centred_noise(names)
-        with torch.set_grad_enabled(self.with_graph), buffers_kept(self.hypothesis.wide):
+        with torch.set_grad_enabled(self.with_graph), state_kept(self.hypothesis.wide.modules()):
             outputs = returned(self.hypothesis.wide, self.call)
         for before, after, found in zip(self.narrow.outputs, outputs, self._agreed.matches[-1], strict=True):
             wanted = duplicate(before, found.layouts) * found.ratio
             if not relative_error(after.detach().to(wanted), wanted, size_of(wanted)) <= self.tolerance:
                 return False
         return True
-
-    def differs_in_training(self) -> bool:
-        """Whether the models return something else in training mode, apart from the masks of dropout layers."""
-        outputs = []
-        for model in (self.hypothesis.narrow, self.hypothesis.wide):
-            try:
-                with training_mode(model), torch.set_grad_enabled(self.with_graph), buffers_kept(model):
-                    outputs.append([output.detach() for output in returned(model, self.call)])
-            except Exception:  # a model may need more to train, such as labels
-                return False
-        before, after = outputs
-        if len(before) != len(after):
-            return True
-        planned = self.hypothesis.planned()
-        return any(match(a, b, self.tolerance, planned) is None for a, b in zip(before, after, strict=True))
 
     def outcome(self, base: Outcome | None = None, since: int = 0) -> Outcome:
         """How far the models agree as things are assumed; events before `since` are known to agree as in `base`."""
@@ -212,7 +198,7 @@ class Search:
         for parameter in parameters:
             parameter.mul_(1 - 0.5 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
         try:
-            with torch.set_grad_enabled(self.with_graph), buffers_kept(self.hypothesis.narrow):
+            with torch.set_grad_enabled(self.with_graph), state_kept(self.hypothesis.narrow.modules()):
                 outputs = returned(self.hypothesis.narrow, self.call)
         finally:
             for parameter, value in zip(parameters, values, strict=True):
@@ -229,7 +215,7 @@ class Search:
                 "discover: the models compute the same, but copies of one entry of "
                 f"{outcome.untrained[0]!r} do not get the same gradient. {tried}"
             )
-        name = self.narrow.events[outcome.agreed].module
+        name = self.narrow.events[outcome.agreed].name
         module = self.hypothesis.narrow.get_submodule(name)
         where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         return UserError(

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError, is_finite_number
-from mupscale.methods.noise import Noise, SameNoise, init_scale
+from mupscale.methods.noise import AUTO_LEVEL, KINDS, Noise, NoiseOrAuto, SameNoise, SignalNoise, init_scale
 from mupscale.widening.growth import Growth, copy_index, duplicate_, is_unit_by_unit
-from mupscale.widening.hints import Hints
+from mupscale.widening.hints import Hints, some_names
 from mupscale.widening.modules import normalises_width
 from mupscale.widening.optimizers import Sized, rule_of
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import is_nonzero, table_rates
+from mupscale.widening.state import is_nonzero
 from mupscale.widening.stepping import StateRule, check_state_rule, names_by_id, new_copies
 from mupscale.widening.table import Scale, Side, product, scale_of_axis
 from mupscale.widening.write import is_inexact, widen_, widen_gradient_
@@ -125,16 +125,42 @@ class GrowthMethod:
                 "only if all copies are equal. Use Duplication(), or remove the norm"
             )
 
-    def choose_noise(self, given: Noise | None, plan: Plan, narrow: nn.Module) -> Noise | None:
-        """The noise to add: `given`, or the method's own. Raises a UserError if it cannot be added to this model."""
+    def leaves_copies_equal(self, plan: Plan) -> bool:
+        """Whether copies of units, without noise, stay equal for ever."""
+        return self.equal_copies and any(entry.copies_summed > 1 for entry in plan.parameters.values())
+
+    def choose_noise(
+        self, given: NoiseOrAuto, plan: Plan, narrow: nn.Module, nonlinear: Iterable[str] = ()
+    ) -> tuple[Noise | None, list[str]]:
+        """The noise to add, `given` or the method's own, and notes. Raises a UserError if this model cannot get it.
+
+        "auto" is centred and relative to each weight. It leaves out the weights that the model reads nonlinearly.
+        """
         own = type(self).__name__
+        notes: list[str] = []
+        if given == "auto":
+            unlike = [name for name in nonlinear if name in plan.parameters]
+            whole = [name for name, parameter in narrow.named_parameters() if not is_inexact(parameter)]
+            where = dict.fromkeys([*unlike, *whole], False)
+            given = SignalNoise(AUTO_LEVEL, where=where or None, centred=True)
+            why = ""
+            if self.noise is not None:
+                given, why = None, f"{own} has noise of its own"
+            elif not self.equal_copies:
+                given, why = None, f"the copies of {own} are not equal"
+            elif not any(map(given.applies, plan.parameters.values())):
+                at_all = f"the model does not read {some_names(unlike)} linearly"
+                given, why = None, at_all if unlike else "no weight sums over copies of a unit"
+            notes = [f"noise: auto adds none, because {why}"] if why else []
+            if unlike and not why:
+                notes = [f"noise: auto leaves out {some_names(unlike)}, which the model does not read linearly"]
         if not isinstance(given, Noise | None):
-            raise UserError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {given!r}")
+            raise UserError(f"{KINDS}; got {given!r}")
         if given is not None and self.noise is not None and not isinstance(given, SameNoise):
             raise UserError(f"{own} has noise of its own. Give none, or use another method")
         noise = self.noise if given is None else given
         if noise is None:
-            return None
+            return None, notes
         noise.check(plan)
         for name, parameter in narrow.named_parameters():
             if not is_inexact(parameter) and noise.applies(plan.parameters[name]):
@@ -147,7 +173,7 @@ class GrowthMethod:
                 "noise: centred noise keeps the function only if all copies of a unit compute the same, and those of "
                 f"{own} do not. Use plain noise (centred=False), or Duplication"
             )
-        return noise
+        return noise, notes
 
     def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
         """Writes the widened weight into `target`."""
@@ -165,28 +191,39 @@ class GrowthMethod:
     def edit_(self, plan: Plan, wide: nn.Module) -> None:
         """Changes the wide model across layers, after all weights are written."""
 
+    def refuse_across_layers(self, what: str) -> None:
+        """Raises a UserError if the method changes weights across layers; `what` is grown tensor by tensor."""
+        if type(self).edit_ is not GrowthMethod.edit_:
+            raise UserError(
+                f"{type(self).__name__} changes weights across layers, and {what} is grown tensor by tensor. Use "
+                "another method, or grow the loaded model"
+            )
+
+    def state_settings(self) -> dict[str, Any]:
+        """How optimizer state moves: the arguments of `Continuation.transfer`."""
+        return {"scale_of": self.scale, "to_copies": self.state_to_copies, "rewarm_steps": self.rewarm_steps}
+
     def scale(self, growth: Growth) -> Scale:
         """What the weight and the gradient of a parameter are multiplied by."""
         return growth.scale
 
     def rates(self, growth: Growth) -> Sized:
-        """What hyperparameters follow."""
+        """What hyperparameters follow: the copies of this method, under muP the width; or nothing."""
         if self.hyperparameters == "same":
             return Sized(Scale(), growth.wide_shape, growth.wide_shape)
-        return Sized(self.scale(growth), growth.narrow_shape, growth.wide_shape)
-
-    def mup_rates(self, growth: Growth) -> Sized:
-        """What the hyperparameters of a model under muP follow: its width, or nothing."""
-        return self.rates(growth) if self.hyperparameters == "same" else table_rates(growth)
+        scale = self.scale(growth.for_rates) if growth.base is None else growth.for_rates.scale
+        return Sized(scale, growth.narrow_shape, growth.wide_shape)
 
     def claim(
         self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], gradients: Gradients | None = None
     ) -> Claim:
         """What is preserved when this model grows and `optimizers` train it on; no more than is known of any data.
 
-        With `gradients`, what is known of data that has these.
+        With `gradients`, what is known of data that has these. Under muP rates are those of the width, which are right
+        for copies of units alone.
         """
-        follows_the_rules = self.state == "carry" and self.hyperparameters == "table"
+        has_own_rates = any(e.base is not None and self.scale(e) != e.scale for e in plan.parameters.values())
+        follows_the_rules = self.state == "carry" and self.hyperparameters == "table" and not has_own_rates
         return Claim(self.keeps_function, self.keeps_function and follows_the_rules)
 
 

@@ -12,7 +12,7 @@ from mupscale.errors import UserError, is_finite_number
 from mupscale.methods.base import GrowthMethod, norms_over_width
 from mupscale.sharding import gathered, whole
 from mupscale.widening.growth import Growth, Layout, along, copy_index, is_unit_by_unit, source_index, whole_factor
-from mupscale.widening.hints import Hints, matches, some_names
+from mupscale.widening.hints import Hints, some_names
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan import refuse_uneven_shift
 from mupscale.widening.plan_text import Plan
@@ -113,7 +113,7 @@ def _declared(model: nn.Module) -> dict[str, dict[str, int]]:
 def _members(method: str, plan: Plan, group: str, axes: Mapping[str, int]) -> dict[str, int]:
     members: dict[str, int] = {}
     for pattern, axis in axes.items():
-        found = [name for name in plan.parameters if matches(name, pattern)]
+        found = [name for name, entry in plan.parameters.items() if entry.matches(pattern)]
         if not found:
             raise UserError(
                 f"{method}: {pattern!r} of the group {group!r} matches no parameter; there are "

@@ -1,8 +1,8 @@
-"""The paper's meta-algorithm over (model, optimizer): `grow` writes what a plan says."""
+"""The paper's meta-algorithm over (model, optimizer): `grow` does what a plan says, and `grow_tensors` writes it."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,18 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError, refuse_unless_whole, shown
 from mupscale.methods import Duplication, GrowthMethod
-from mupscale.methods.noise import Constants, Noise, SameNoise, add_noise_, may_overflow, noise_constant, save_constants
+from mupscale.methods.noise import (
+    NO_NOISE,
+    Constants,
+    Noise,
+    NoiseOrAuto,
+    SameNoise,
+    add_noise_,
+    may_overflow,
+    noise_constant,
+    save_constants,
+)
+from mupscale.methods.tensors import grow_tensors, is_noisy, read_from
 from mupscale.sharding import gathered, own_part, whole
 from mupscale.text_tables import notes_by_layer
 from mupscale.widening import write
@@ -39,8 +50,8 @@ class UpscaleReport:
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> noise = mupscale.AdditiveNoise(0.1)
         >>> report = mupscale.upscale(narrow, wide, noise=noise, call=lambda model: model(torch.ones(1, 3)))
-        >>> report.noise
-        {'0.weight': 0.1, '0.bias': 0.0, '2.weight': 0.1, '2.bias': 0.0}
+        >>> report.noise_text
+        'noise on 2 of 4 parameters'
     """
 
     plan: Plan
@@ -79,11 +90,16 @@ class UpscaleReport:
 
     def __str__(self) -> str:
         before, after = self.plan.sizes
-        noisy = sum(bool(torch.as_tensor(constant).any()) for constant in self.noise.values())
-        noise = f"{'centred ' * self.centred}noise on {noisy} of {len(self.noise)} of them" if noisy else "no noise"
-        lines = [f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; {noise}"]
-        lines.append(self.check)
+        lines = [f"grown {before:,} → {after:,} parameters in {self.seconds:.3f} s", self.noise_text, self.check]
         return "\n".join([*lines, *(f"note: {note}" for note in notes_by_layer(self.notes))])
+
+    @property
+    def noise_text(self) -> str:
+        """What noise was added; without any, what that means for copies."""
+        noisy = sum(bool(torch.as_tensor(constant).any()) for constant in self.noise.values())
+        if noisy:
+            return f"{'centred ' * self.centred}noise on {noisy} of {len(self.noise)} parameters"
+        return NO_NOISE if self.method.leaves_copies_equal(self.plan) else "no noise"
 
 
 @torch.no_grad()
@@ -93,8 +109,9 @@ def grow(
     narrow_opt: Optimizers = None,
     wide_opt: Optimizers = None,
     *,
-    hints: Hints | Plan | None = None,
-    noise: Noise | None = None,
+    hints: Hints | None = None,
+    plan: Plan | None = None,
+    noise: NoiseOrAuto = None,
     seed: int = 0,
     method: GrowthMethod | None = None,
     consume: bool = False,
@@ -113,7 +130,7 @@ def grow(
         method = Duplication()
     if not isinstance(method, GrowthMethod):
         raise UserError(f"method must be a growth method, such as Duplication() or Net2Net(); got {method!r}")
-    plan = hints if isinstance(hints, Plan) else method.plan(narrow, wide, hints)
+    plan = method.plan(narrow, wide, hints) if plan is None else plan
     shallow, narrow = narrow, stand_in(narrow, wide, plan.layers)
     _refuse_other_plan(plan, narrow, wide)
     write.refuse_other_rescale(plan, narrow, wide)
@@ -127,17 +144,17 @@ def grow(
         )
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         # made again once the weights are written, because it holds the narrow ones
-        Continuation(plan, shallow, before, wide, state=method.state).check(given)
-    noise = method.choose_noise(noise, plan, narrow)
+        Continuation(plan, shallow, before, wide, method.rates, method.state).check(given)
+    noise, about_noise = method.choose_noise(noise, plan, narrow)
     write.refuse_unknown_buffers(plan, wide, rebuild)
     write.refuse_non_finite_model(plan, narrow, wide)
-    if noise is not None:
-        _refuse_overflow(plan, narrow, wide, method, noise, seed)
+    _try_noise(plan, narrow, wide, method, noise, seed)
     write.refuse_held(wide, wide_opts)
-    _refuse_without_values(plan, wide)
+    refuse_without_values(plan, wide)
 
-    notes = [*plan.notes, *(write.copied_for_want_of_own(plan, wide) if rebuild is None else ())]
+    notes = [*plan.notes, *(write.notes_on_copied_buffers(plan, wide) if rebuild is None else ())]
     write.materialise_recurrent_(wide, narrow)
+    notes += about_noise
     notes += write.carry_frozen_(narrow, wide)
     write.carry_modes_(narrow, wide)
     if consume and any(parameter.grad is not None for parameter in narrow.parameters()):
@@ -145,79 +162,91 @@ def grow(
             "consume=True frees the gradients of the narrow model: those of an accumulation window that is not "
             "complete are lost. Grow between two windows, after zero_grad()"
         )
-    constants: Constants = {}
-    adds_later = before_noise is not None
-    targets, originals = dict(wide.named_parameters()), dict(shallow.named_parameters())
-    to_come = Counter(entry.origin for entry in plan.parameters.values())
-    for name, source in narrow.named_parameters():
-        entry, target = plan.parameters[name], targets[name]
-        assert isinstance(target, nn.Parameter)
-        if target.is_meta:
-            write.materialise_(target, source.device)
-        constants[name] = _write(target, gathered(source), entry, method, noise, seed, adds_later)
-        target.grad = None if consume else _carry_gradient(target, source, entry, method)
-        to_come[entry.origin] -= 1
-        if consume and source is not originals[entry.origin]:
-            source.data = source.data.new_empty(0)  # the memory is that of the original
-        if consume and not to_come[entry.origin]:
-            write.release_(originals[entry.origin])
+    settings: dict[str, Any] = {"consume": consume, "adds_later": before_noise is not None}
+    constants = _write_parameters_(plan, shallow, narrow, wide, method, noise, seed, **settings)
     method.edit_(plan, wide)
-    write.widen_buffers_(plan, narrow, wide, rebuild)
+    write.set_own_buffers_(plan, narrow, wide, rebuild)
+    buffers = dict(wide.named_buffers())
+    grow_tensors(plan.buffers.values(), method, None, read_from(narrow), lambda entry, _: [(buffers[entry.name], None)])
     kept = {id(buffer) for buffer in wide.buffers()}
     for buffer in shallow.buffers() if consume else ():
         if id(buffer) not in kept:
             write.release_(buffer)
     if before_noise is not None:
         before_noise()
-    if adds_later and noise is not None:
-        same = SameNoise(constants, noise.centred)
-        for name, target in targets.items():
-            if not plan.parameters[name].is_copied:
-                continue
-            with own_part(target) as (weight, rows):
-                add_noise_(weight, plan.parameters[name], same, weight, seed, rows)
+        if noise is not None:
+            same = SameNoise(constants, noise.centred)
+            for name, target in wide.named_parameters():
+                if is_noisy(same, plan.parameters[name]):
+                    add_noise_(target, plan.parameters[name], same, target, seed)
     write.remember_widths(plan, narrow, wide, method.scale, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
     if narrow_opts and method.state != "carry":
         notes.append(f"the state of {'new copies' if method.state == 'reset_new_copies' else 'the optimizer'} is reset")
-    carried: dict[str, Any] = {"scale_of": method.scale, "to_copies": method.state_to_copies}
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         continuation = Continuation(plan, shallow, before, wide, method.rates, method.state)
         after = continuation.new_optimizer() if given is None else given
-        notes += continuation.off_the_rule(after)
-        continuation.transfer(after, consume=consume, rewarm_steps=method.rewarm_steps, **carried)
+        notes += continuation.notes_on_unscaled(after)
+        continuation.transfer(after, consume=consume, **method.state_settings())
         optimizers.append(after)
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
     centred = noise is not None and noise.centred
     return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start, wide, method, centred)
 
 
-def _write(
-    target: Tensor,
-    source: Tensor,
-    entry: Growth,
+def _try_noise(
+    plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, noise: Noise | None, seed: int
+) -> None:
+    """Raises a UserError for noise that overflows, drawn weight by weight where its level or the dtype allow it."""
+    sources, targets = dict(narrow.named_parameters()), dict(wide.named_parameters())
+    level = 0.0 if noise is None else noise.level()
+
+    def write(entry: Growth, by_rows: bool) -> Iterator[tuple[Tensor, None]]:
+        source, target = sources[entry.name], targets[entry.name]
+        device = source.device if target.is_meta else target.device
+        yield torch.empty(entry.wide_shape, dtype=target.dtype, device=device), None
+
+    risky = (e for e in plan.parameters.values() if is_noisy(noise, e) and may_overflow(level, targets[e.name].dtype))
+    grow_tensors(risky, method, noise, read_from(narrow), write, seed)
+
+
+def _write_parameters_(
+    plan: Plan,
+    shallow: nn.Module,
+    narrow: nn.Module,
+    wide: nn.Module,
     method: GrowthMethod,
     noise: Noise | None,
     seed: int,
+    *,
+    consume: bool,
     adds_later: bool,
-) -> float | list[Any]:
-    """Writes a wide parameter, or this rank's rows of it, made whole first where need be; returns σ̄ of its noise."""
-    if not entry.is_copied:
-        if entry.fill is not None:
-            target.fill_(entry.fill)
-        return 0.0
-    is_noisy = noise is not None and noise.applies(entry)
-    by_rows = method.widens_by_rows and not (is_noisy and noise is not None and noise.reads_widened(entry))
-    with own_part(target, by_rows=by_rows) as (weight, rows):
-        if rows is None:
-            method.widen_(weight, source, entry)
-        else:
-            write.widen_(weight, source, entry, rows)
-        if noise is None:
-            return 0.0
-        if adds_later:
-            return noise_constant(weight, entry, noise, source, seed)
-        return add_noise_(weight, entry, noise, source, seed, rows)
+) -> Constants:
+    """Writes the parameters of a model and the gradients that wait on them; returns σ̄ of noise, also if added later."""
+    sources, originals = dict(narrow.named_parameters()), dict(shallow.named_parameters())
+    targets, constants = dict(wide.named_parameters()), Constants()
+    to_come = Counter(entry.origin for entry in plan.parameters.values() if not entry.kept)
+
+    def write_parameter(entry: Growth, by_rows: bool) -> Iterator[tuple[Tensor, slice | None]]:
+        source, target, original = sources[entry.name], targets[entry.name], originals[entry.origin]
+        assert isinstance(target, nn.Parameter)
+        if target is original:  # both models have it, as a metric with a network in it
+            return
+        if target.is_meta:
+            write.materialise_(target, source.device)
+        with own_part(target, by_rows=by_rows) as (weight, rows):
+            yield weight, rows
+            if adds_later and noise is not None and is_noisy(noise, entry):  # the source may be freed
+                constants[entry.name] = noise_constant(weight, entry, noise, gathered(source), seed)
+        target.grad = None if consume else _carry_gradient(target, source, entry, method)
+        to_come[entry.origin] -= 1
+        if consume and source is not original:
+            source.data = source.data.new_empty(0)  # the memory is that of the original
+        if consume and not to_come[entry.origin]:
+            write.release_(original)
+
+    added = None if adds_later else noise
+    return grow_tensors(plan.parameters.values(), method, added, read_from(narrow), write_parameter, seed) | constants
 
 
 def _carry_gradient(target: Tensor, source: Tensor, entry: Growth, method: GrowthMethod) -> Tensor | None:
@@ -231,7 +260,8 @@ def _carry_gradient(target: Tensor, source: Tensor, entry: Growth, method: Growt
     return gradient.to_sparse(waiting.sparse_dim()) if waiting.is_sparse else gradient
 
 
-def _refuse_without_values(plan: Plan, wide: nn.Module) -> None:
+def refuse_without_values(plan: Plan, wide: nn.Module) -> None:
+    """Raises a UserError for random layers of a wide model on the meta device, which has no random values."""
     for name, target in wide.named_parameters():
         if plan.parameters[name].kept and target.is_meta:
             raise UserError(
@@ -255,29 +285,3 @@ def _refuse_other_plan(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
         planned = {key: getattr(entry, f"{name}_shape") for key, entry in plan.parameters.items()}
         if {key: tuple(parameter.shape) for key, parameter in model.named_parameters()} != planned:
             raise UserError(f"plan is one of other models: its parameters are not those of `{name}`. Make a new one")
-
-
-def _refuse_overflow(
-    plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, noise: Noise, seed: int
-) -> None:
-    """Raises a UserError where a weight plus its noise overflows, drawn one by one where level or dtype allow it."""
-    level, targets = noise.level(), dict(wide.named_parameters())
-    for name, source in narrow.named_parameters():
-        entry, target = plan.parameters[name], targets[name]
-        if entry.is_copied and noise.applies(entry) and may_overflow(level, target.dtype):
-            device = source.device if target.is_meta else target.device
-            trial = torch.empty(entry.wide_shape, dtype=target.dtype, device=device)
-            write_alone(trial, gathered(source), entry, method, noise, seed)
-
-
-def write_alone(
-    target: Tensor, source: Tensor, entry: Growth, method: GrowthMethod, noise: Noise | None, seed: int
-) -> float | list[Any]:
-    """Writes a wide parameter without the rest of its model; returns σ̄ of its noise. UserError if that overflows."""
-    constant = _write(target, source, entry, method, noise, seed, adds_later=False)
-    if noise is not None and noise.applies(entry) and not bool(torch.isfinite(target).all()):
-        raise UserError(
-            f"noise: on parameter {entry.name!r} {entry.wide_shape} it is too large for {target.dtype}, whose largest "
-            f"number is {torch.finfo(target.dtype).max:g}. Give a lower level"
-        )
-    return constant

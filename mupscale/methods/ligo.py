@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from mupscale.errors import UserError, is_finite_number, refuse_unless_whole
 from mupscale.methods.base import GrowthMethod, Loss
 from mupscale.methods.by_groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
+from mupscale.methods.tensors import grow_tensors, read_from
 from mupscale.sharding import is_sharded
 from mupscale.widening.growth import Axis, Growth, Piece, wide_length
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.write import wide_buffers
+from mupscale.widening.write import own_buffers
 
 Maps = dict[str, dict[str, Tensor]]
 """By group: `out`, what the new units produce, and `in`, how they are consumed; wide units × narrow units."""
@@ -98,7 +99,14 @@ class LiGO(GrowthMethod):
                 self._axes.setdefault(name, {})[axis] = group, block
         maps = self._first_maps(groups, sources)
         duplicated = {name: self._duplicated(source, plan.parameters[name]) for name, source in sources.items()}
-        buffers = wide_buffers(plan, narrow, wide)
+        buffers = own_buffers(plan, narrow, wide)
+
+        def new_buffer(entry: Growth, _: bool) -> list[tuple[Tensor, None]]:
+            like = narrow.get_buffer(entry.name)
+            buffers[entry.name] = like.new_empty(entry.wide_shape)
+            return [(buffers[entry.name], None)]
+
+        grow_tensors(plan.buffers.values(), self, None, read_from(narrow), new_buffer)
         dtypes = {name: parameter.dtype for name, parameter in wide.named_parameters()}
         model = Called(wide, loss)
 

@@ -3,8 +3,9 @@
 Noise N(0, (σ̄ · scale)²) is added to an entry after its weight was rescaled. `scale` is the muP initialisation scale of
 the role at the wide width: N_in^-1/2 for a matrix, where N_in counts the summed width axis only (input channels, not
 channels × kernel), and 1 with one width axis. Under base shapes, a plain readout has base width / N_in: the multiplier
-that it lacks, so that its noise acts as that of a `Readout`. A unit multiplies the noise on its parameter, and does not
-change σ̄. σ̄ transfers between widths: it is one number, or one per weight (per kernel position of a convolution).
+that it lacks, so that its noise acts as that of a `Readout`. Without them, its noise follows its own norm. A unit
+multiplies the noise on its parameter, and does not change σ̄. σ̄ transfers between widths: it is one number, or one per
+weight (per kernel position of a convolution).
 
 By default noise is added to weights and embeddings, but not to biases, gains (norms, PReLU, LayerScale), parameters
 without a width axis, or readouts that are initialised at zero (`is_noisy`). `where={"pattern": True or False}`
@@ -24,21 +25,30 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mupscale.atomic import write_text
 from mupscale.data_files import json_of
 from mupscale.errors import UserError, refuse_unless_level
 from mupscale.text_tables import unwrapped
 from mupscale.widening import table
 from mupscale.widening.growth import Growth, centre_
-from mupscale.widening.hints import matches, some_names
+from mupscale.widening.hints import some_names
+from mupscale.widening.plan import wrapper_of
 from mupscale.widening.plan_text import Plan
 
 Constants = dict[str, float | list[Any]]
 """σ̄ of every parameter: 0 where it gets no noise; nested lists where each kernel position has its own."""
+
+AUTO_LEVEL = 0.3
+"""The level of `noise="auto"`: t of centred `SignalNoise`; measured by docs/folder_noise.py."""
+
+NO_NOISE = "no noise: the copies of each unit stay equal, and the new width is not used"
+
+KINDS = 'noise must be "auto", None, AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path)'
 
 
 class Noise(ABC):
@@ -69,7 +79,7 @@ class Noise(ABC):
             return False
         answer = entry.kind == "weight" and entry.role != "scalar" and not entry.zero_initialised
         for pattern, wanted in (self.where or {}).items():
-            if any(matches(name, pattern) for name in entry.names):
+            if entry.matches(pattern):
                 answer = wanted
         return answer
 
@@ -128,17 +138,18 @@ class AdditiveNoise(Noise):
     def __init__(self, std: float, where: Mapping[str, bool] | None = None, centred: bool = False) -> None:
         """
         Args:
-            std: The standard deviation (after centring) in units of the muP initialisation scale.
+            std: The standard deviation (after centring) in units of the muP initialisation scale; of a readout without
+                muP's multiplier, the spectral norm of the noise as a fraction of its own.
             where: Which parameters get noise, by name pattern; by default weights and embeddings.
             centred: Keep the function: subtract the mean over the copies of each input unit.
         """
         self.std, self.where, self.centred = std, where, centred
 
-    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
-        return self.std
+    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
+        return _relative(self.std, entry, narrow, widened, delta) if _is_plain_readout(entry) else self.std
 
     def reads_widened(self, entry: Growth) -> bool:
-        return False
+        return entry.mixed and _is_plain_readout(entry)
 
 
 class SignalNoise(Noise):
@@ -170,13 +181,27 @@ class SignalNoise(Noise):
         self.t, self.where, self.centred = t, where, centred
 
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor:
-        # of unlike pieces the norm does not follow from the narrow one
-        signal = _norms(widened, entry) if entry.mixed else widened_norms(entry, narrow)
-        ratio = self.t * signal / _norms(delta, entry).to(signal.device)
-        return ratio.reshape(_positions(entry))
+        return _relative(self.t, entry, narrow, widened, delta)
 
     def reads_widened(self, entry: Growth) -> bool:
         return entry.mixed
+
+
+def _relative(level: float, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor:
+    """σ̄ with which the noise has this fraction of the weight's spectral norm."""
+    # of unlike pieces the norm does not follow from the narrow one
+    signal = _norms(widened, entry) if entry.mixed else widened_norms(entry, narrow)
+    ratio = level * signal / _norms(delta, entry).to(signal.device)
+    return ratio.reshape(_positions(entry))
+
+
+def _is_plain_readout(entry: Growth) -> bool:
+    """Whether a readout has neither muP's multiplier nor a base width: its size follows from no rule."""
+    return entry.role == "readout" and entry.base is None
+
+
+NoiseOrAuto = Noise | Literal["auto"] | None
+"""What users give: "auto" is chosen by the plan, None is no noise."""
 
 
 class RecordedNoise(Noise):
@@ -202,21 +227,20 @@ class RecordedNoise(Noise):
         """
         self.path = Path(path)
         try:
-            record = json_of(self.path.read_text())
+            record = json_of(self.path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"RecordedNoise: {self.path} cannot be read as recorded noise ({error})") from error
-        if not isinstance(record, dict) or record.get("format") not in (_PLAIN_FORMAT, _CENTRED_FORMAT):
+        if not isinstance(record, dict) or record.get("format") != _FORMAT:
             raise UserError(f"RecordedNoise: {self.path} is not a file written by report.save_noise")
         try:
-            self.constants: Constants = {
-                unwrapped(name): torch.tensor(value, dtype=torch.float64).tolist()
-                for name, value in record["constants"].items()
-            }
+            self.constants = _by_name_inside(
+                {name: torch.tensor(value, dtype=torch.float64).tolist() for name, value in record["constants"].items()}
+            )
+            self.centred = bool(record["centred"]) if centred is None else centred
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name"
             ) from error
-        self.centred = record["format"] == _CENTRED_FORMAT if centred is None else centred
 
     def level(self) -> float:
         constants = [torch.as_tensor(constant, dtype=torch.float64).flatten() for constant in self.constants.values()]
@@ -224,7 +248,7 @@ class RecordedNoise(Noise):
 
     def check(self, plan: Plan) -> None:
         self.check_level()
-        known = {unwrapped(name): unwrapped(entry.origin) for name, entry in plan.parameters.items()}
+        known = {entry.inside(name): entry.inside(entry.origin) for name, entry in plan.parameters.items()}
         missing = {name for name, origin in known.items() if not {name, origin} & self.constants.keys()}
         extra = self.constants.keys() - known.keys() - set(known.values())
         if missing or extra:
@@ -257,8 +281,14 @@ class RecordedNoise(Noise):
 
     def _recorded(self, entry: Growth) -> float | list[Any]:
         """Of its own name, or that of the layer it comes from: noise may be recorded with fewer layers."""
-        names = unwrapped(entry.name), unwrapped(entry.origin)
+        names = entry.inside(entry.name), entry.inside(entry.origin)
         return next(self.constants[name] for name in names if name in self.constants)
+
+
+def _by_name_inside(constants: Constants) -> Constants:
+    """Constants by the names of parameters in their network, without what wrappers add."""
+    wrapper = wrapper_of(constants)
+    return {unwrapped(name).removeprefix(wrapper): constant for name, constant in constants.items()}
 
 
 class SameNoise(RecordedNoise):
@@ -266,27 +296,23 @@ class SameNoise(RecordedNoise):
 
     def __init__(self, constants: Constants, centred: bool) -> None:
         self.path = Path("the report")
-        self.constants = {unwrapped(name): constant for name, constant in constants.items()}
+        self.constants = _by_name_inside(constants)
         self.centred = centred
 
 
-_PLAIN_FORMAT = "mupscale noise constants, version 1"
-_CENTRED_FORMAT = "mupscale noise constants, version 2"
-"""A new version, because code that reads only version 1 would add the noise without centring it."""
+_FORMAT = "mupscale noise constants, version 2"
 
 
 def save_constants(constants: Constants, path: str | Path, centred: bool = False) -> None:
-    record: dict[str, Any] = {"format": _PLAIN_FORMAT, "constants": constants}
-    if centred:
-        record = {"format": _CENTRED_FORMAT, "centred": True, "std": "after centring", "constants": constants}
+    record = {"format": _FORMAT, "centred": centred, "constants": constants}
     try:
-        Path(path).write_text(json.dumps(record, indent=1) + "\n")
+        write_text(Path(path), json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"save_noise: {path} cannot be written ({error.strerror}); name another file") from error
 
 
 def init_scale(entry: Growth) -> float:
-    """The muP initialisation scale of the role; a plain readout, without a base width, has 1."""
+    """The muP initialisation scale of the role; 1 for a plain readout without a base width, which has none."""
     return table.std(entry.sides, entry.fan_in, entry.fan_in if entry.base is None else entry.base)
 
 
@@ -319,11 +345,11 @@ def _drawn(target: Tensor, entry: Growth, noise: Noise, narrow: Tensor, seed: in
     """Noise at σ̄ = 1, and σ̄.
 
     The draw depends on seed, parameter name and device type alone, so every rank, every resumed run and every average
-    of the weights, in whatever dtype, gets the same.
+    of the weights, in whatever dtype, gets the same. The name is that inside the network: a wrapper changes nothing.
     """
     dtype = torch.promote_types(target.dtype, torch.float32)  # a half-precision sum would round the noise away
     drawn = torch.complex64 if dtype.is_complex else torch.float32
-    generator = torch.Generator(target.device).manual_seed(_seed(seed, unwrapped(entry.name)))
+    generator = torch.Generator(target.device).manual_seed(_seed(seed, entry.inside(entry.name)))
     delta = torch.randn(entry.wide_shape, generator=generator, dtype=drawn, device=target.device).to(dtype)
     delta.mul_(init_scale(entry))
     if entry.quiet:
@@ -384,7 +410,7 @@ def _check_patterns(plan: Plan, where: Mapping[str, bool], centred: bool) -> Non
         raise UserError(f"noise: give `where` as name patterns mapped to True or False, got {where!r}")
     for pattern, wanted in where.items():
         entries = plan.parameters.values()
-        matched = [entry for entry in entries if any(matches(name, pattern) for name in entry.names)]
+        matched = [entry for entry in entries if entry.matches(pattern)]
         if not matched:
             raise UserError(
                 f"noise: the pattern {pattern!r} of `where` matches no parameter; there are "

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mupscale.errors import UserError
+from mupscale.text_tables import unwrapped
 from mupscale.widening import table
 from mupscale.widening.table import Scale, Side
 
@@ -111,7 +113,7 @@ def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
 
 def _parse_block(block: int, narrow: int, wide: int) -> Layout:
     if wide < narrow:
-        raise UserError(f"it is narrower in the wide model ({wide} < {narrow}); swap the models?")
+        raise UserError(f"it is narrower in the wide model ({wide} < {narrow}). Give the smaller model first")
     if narrow == 0:
         raise UserError(
             "it is empty in the narrow model, so it has nothing to copy. Keep it empty, or give both models units"
@@ -358,6 +360,11 @@ class Growth(Resized):
     """What residual branches of its layer are multiplied by, deep over shallow."""
     layers: float = 1.0
     """How many layers of the deep model come from one."""
+    rates_as: tuple[float, float] | None = None
+    """`rescale` and `branch` that hyperparameters follow, where the weights follow others: in a kept layer beside new
+    ones that add nothing. New layers learn too, so its rates are those of the deep model."""
+    wrapper: str = ""
+    """What a wrapper adds in front of all names of its model, such as "net."; noise does not depend on it."""
 
     @property
     def origin(self) -> str:
@@ -387,6 +394,22 @@ class Growth(Resized):
         """Of the whole tensor, which rates and state follow; entries of unequal copies differ from it by `entries`."""
         scales = (table.scale_of_axis(axis.side, axis.reference, axis.reference) for axis in self.axes)
         return table.deeper(table.rescaled(table.product(scales), self.rescale), self.branch, self.layers)
+
+    @cached_property
+    def for_rates(self) -> "Growth":
+        """The same growth, as learning rates, eps and weight decay follow it."""
+        if self.rates_as is None:
+            return self
+        rescale, branch = self.rates_as
+        return replace(self, rescale=rescale, branch=branch, layers=1 / branch, rates_as=None)
+
+    def inside(self, name: str) -> str:
+        """A name in this model without what wrappers add to it: by it noise is drawn and recorded."""
+        return unwrapped(name).removeprefix(self.wrapper)
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a name pattern means this parameter, by its full name or that inside the network."""
+        return any(matches(name, pattern) or matches(self.inside(name), pattern) for name in self.names)
 
     def factors(self, column: Literal["weight", "gradient"]) -> list[Any]:
         """What wide entries are multiplied by along each axis, without `rescale`; for `duplicate_`."""
@@ -429,6 +452,12 @@ class Growth(Resized):
         """Whether an axis is duplicated in blocks of several entries: whole heads, groups or positions."""
         pieces = [piece for layout in self.layouts for piece in layout]
         return any(piece.block > 1 and piece.factor > 1 for piece in pieces)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name pattern means this parameter or buffer."""
+    # with the dot, "*.q_proj.weight" matches a top-level q_proj too
+    return fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)
 
 
 def role_of(sides: tuple[Side, ...]) -> Role:

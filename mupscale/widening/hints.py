@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -22,7 +21,7 @@ from mupscale._torch import forward_pre_hooks, non_persistent_buffers
 from mupscale.errors import UserError, is_finite_number, shown
 from mupscale.readout import Readout
 from mupscale.widening import modules
-from mupscale.widening.growth import LayoutSpec, Resized, Role, role_of
+from mupscale.widening.growth import LayoutSpec, Resized, Role, matches, role_of
 from mupscale.widening.layers import Depth
 from mupscale.widening.modules import WeightNorm, weight_norms, why_reparametrised
 from mupscale.widening.stepping import records_of
@@ -91,7 +90,7 @@ class Pairing:
         for use in self.uses:
             if use.growing and any(name in unsaved for name in use.names):
                 raise UserError(
-                    f"parameter {use} cannot be widened: {type(model).__name__} does not save it, and computes it "
+                    f"parameter {use} cannot grow: {type(model).__name__} does not save it, and computes it "
                     "again when the wide model is loaded"
                 )
         for name, before, after in self.modules:
@@ -214,7 +213,7 @@ def _same_names(what: str, narrow: Mapping[str, object], wide: Mapping[str, obje
             if any(name.startswith(COMPILED) for name in names):
                 raise UserError(
                     f"the {model} model is the result of torch.compile: give the model that was compiled, and compile "
-                    "the wide one after the upscale"
+                    "the wide one after the growth"
                 )
         only_narrow, only_wide = sorted(set(narrow) - set(wide)), sorted(set(wide) - set(narrow))
         raise UserError(
@@ -366,12 +365,6 @@ def _declared(pairing: Pairing, attribute: str) -> Iterator[tuple[str, Any]]:
             )
         for pattern, value in mapping.items():
             yield (f"{prefix}.{pattern}" if prefix else pattern), value
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a name pattern means this parameter or buffer."""
-    # with the dot, "*.q_proj.weight" matches a top-level q_proj too
-    return fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)
 
 
 _TIED = """parameter {names} is used in conflicting roles: {uses}.

@@ -5,19 +5,16 @@ parameters share the memory of those they come from. So whatever pairs two model
 depths, and growth in depth and in width is one growth.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from mupscale._torch import parts_of, with_parts
 from mupscale.errors import UserError, shown
-from mupscale.widening.optimizers import groups_by_id
-from mupscale.widening.stepping import Record, Records, group_records, names_by_id, records_of, write_records
+from mupscale.widening.stepping import Record, Records, records_of
 
 How = Literal["identity", "interleave", "stack", "random"]
 Depth = How | Mapping[str, Sequence[int] | Sequence["Layer"]]
@@ -68,6 +65,8 @@ def layers_of(shallow: nn.Module, deep: nn.Module, depth: Depth | None) -> Layer
     """Which layer of each list that is longer in the deep model comes from where; none where all are equally long."""
     refuse_unknown_depth(depth)
     lists = {found.name: found for found in unequal_lists(shallow, deep)}
+    if isinstance(depth, Mapping):
+        depth = {_full_name(name, lists): rows for name, rows in depth.items()}
     unknown = [name for name in depth if name not in lists] if isinstance(depth, Mapping) else []
     if unknown or (depth is not None and not lists):
         there = ", ".join(map(str, lists.values())) or "none"
@@ -79,7 +78,7 @@ def layers_of(shallow: nn.Module, deep: nn.Module, depth: Depth | None) -> Layer
     answer = {}
     for name, found in lists.items():
         if found.new < found.old:
-            raise UserError(f"{found}: the deep model has fewer layers; swap the models?")
+            raise UserError(f"{found}: the deep model has fewer layers. Give the smaller model first")
         rows = depth.get(name) if isinstance(depth, Mapping) else depth
         if rows is None:
             raise UserError(
@@ -88,6 +87,12 @@ def layers_of(shallow: nn.Module, deep: nn.Module, depth: Depth | None) -> Layer
             )
         answer[name] = found.rows(rows)
     return answer
+
+
+def _full_name(name: str, lists: Collection[str]) -> str:
+    """The name of a list of layers; that inside of the network is enough, "blocks" for "net.blocks"."""
+    ending = [each for each in lists if each.endswith(f".{name}")]
+    return ending[0] if name not in lists and len(ending) == 1 else name
 
 
 def spread(shallow: nn.Module, deep: nn.Module) -> Layers:
@@ -339,39 +344,3 @@ def _shared(tensor: Tensor | None, made: dict[int, Any]) -> Tensor | None:
             same.grad = tensor.grad
         made[id(tensor)] = same
     return made.get(id(tensor))
-
-
-def standing_in(
-    shallow: nn.Module, optimizer: Optimizer, deep: nn.Module, layers: Layers, *, copies_state: bool = True
-) -> tuple[nn.Module, Optimizer]:
-    """The stand-in for a model and its optimizer, for reading; with `copies_state`, copied layers have state too."""
-    if not layers:
-        return shallow, optimizer
-    twin = stand_in(shallow, deep, layers)
-    names = names_by_id(shallow)
-    uses: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in twin.named_parameters():
-        uses.setdefault(source_of(layers, name), []).append((name, parameter))
-    order = {name: number for number, (name, _) in enumerate(twin.named_parameters())}
-    made = object.__new__(type(optimizer))
-    made.__dict__.update(optimizer.__dict__)
-    made.param_groups, made.state = [], defaultdict(dict)
-    for group in optimizer.param_groups:
-        found = []
-        for parameter, record in zip(group["params"], group_records(group), strict=True):
-            name = names.get(id(parameter), "")  # one of another model is refused later
-            for deep_name, each in uses.get(name, [("", parameter)]):
-                found.append((deep_name, each, _own_record(layers, deep_name, record)))
-                row = layer_at(layers, deep_name)
-                continues = row is None or not row[1].is_new or (row[1].has_state and copies_state)
-                if continues and parameter in optimizer.state:
-                    made.state[each] = dict(optimizer.state[parameter])
-        found.sort(key=lambda row: order.get(row[0], len(order)))
-        twin_group = {**group, "params": [parameter for _, parameter, _ in found]}
-        if "param_names" in group:
-            twin_group["param_names"] = [name for name, _, _ in found]
-        write_records(twin_group, [record for _, _, record in found])
-        made.param_groups.append(twin_group)
-    held = groups_by_id(optimizer)
-    made.state.update({p: state for p, state in optimizer.state.items() if id(p) not in held})
-    return twin, made

@@ -182,7 +182,7 @@ def why_quantised(name: str, module: nn.Module) -> str | None:
         return None
     return (
         f"module {name!r} ({type(module).__name__}) is quantised: its weights are packed whole numbers, which cannot "
-        "be widened. Take the model as it was before, in floating point, and quantise the wide one"
+        "grow. Take the model as it was before, in floating point, and quantise the wide one"
     )
 
 
@@ -207,7 +207,7 @@ def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
         return (
             f"module {name!r} ({type(narrow).__name__}) grows both its groups ({group_count(narrow)} → "
             f"{group_count(wide)}) and the channels of a group (in, out: {_group_channels(narrow)} → "
-            f"{_group_channels(wide)}). Do it in two upscales, one of each"
+            f"{_group_channels(wide)}). Do it in two growths, one of each"
         )
     return None
 

@@ -68,6 +68,11 @@ class OptimizerRule:
         return Scaling(table.lr(scale, self.degree), table.eps(scale), decay)
 
 
+def trust_ratio_scaling(group: Group, sized: Sized) -> Scaling:
+    """The update of LAMB, with its weight decay, has a share of the norm of the weights: it grows with these."""
+    return Scaling(1.0, table.eps(sized.scale), table.decoupled_weight_decay(sized.scale, 0))
+
+
 def muon_scaling(group: Group, sized: Sized) -> Scaling:
     """Muon's update has the size of the matrix, and torch adjusts the rate by the shape."""
     lr, eps = table.muon(sized.scale)
@@ -132,7 +137,13 @@ _NOT_HOMOGENEOUS = {
 
 
 def register_optimizer(
-    optimizer: type, *, degree: int, state: Mapping[str, int], decoupled_weight_decay: bool | None = None, **more: Any
+    optimizer: type,
+    *,
+    degree: int,
+    state: Mapping[str, int],
+    decoupled_weight_decay: bool | None = None,
+    trust_ratio: bool = False,
+    **more: Any,
 ) -> None:
     """Registers how an optimizer class scales, so that `upscale` can continue it.
 
@@ -140,8 +151,9 @@ def register_optimizer(
 
     `degree` is m if the update is proportional to the m-th power of the gradient. `state` gives the power of the
     gradient that each state tensor holds. State without an entry is copied if it is a number or a one-element tensor,
-    and is an error otherwise. An optimizer that is not entrywise (Muon) also needs `scaling=` and `entrywise=False`,
-    one that is exact only after some steps (RAdam) `ready=`.
+    and is an error otherwise. With `trust_ratio`, the update of a tensor is multiplied by the norm of its weights over
+    that of the update, as in LAMB. Another optimizer that is not entrywise (Muon) needs `scaling=` and
+    `entrywise=False`, one that is exact only after some steps (RAdam) `ready=`.
 
     Examples:
         >>> import mupscale
@@ -164,6 +176,8 @@ def register_optimizer(
     """
     if degree not in (0, 1):
         raise UserError(f"register_optimizer: degree must be 0 (Adam-like) or 1 (SGD-like), got {degree}")
+    if trust_ratio:
+        more = {"scaling": trust_ratio_scaling, "entrywise": False, **more}
     _REGISTRY[optimizer] = OptimizerRule(degree, dict(state), decoupled_weight_decay, **more)
 
 
@@ -220,5 +234,5 @@ register_optimizer(torch.optim.Adamax, degree=0, state={"exp_avg": 1, "exp_inf":
 _RMSPROP = {"square_avg": 2, "grad_avg": 1, "momentum_buffer": 0}
 register_optimizer(torch.optim.RMSprop, degree=0, state=_RMSPROP, own_count=_no_count)
 register_optimizer(torch.optim.Adagrad, degree=0, state={"sum": 2}, own_count=_adagrad_own_count)
-_MUON = {"scaling": muon_scaling, "entrywise": False}
+_MUON: dict[str, Any] = {"scaling": muon_scaling, "entrywise": False}
 register_optimizer(torch.optim.Muon, degree=0, state={"momentum_buffer": 1}, decoupled_weight_decay=True, **_MUON)

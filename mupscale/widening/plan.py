@@ -7,15 +7,17 @@ model needs no preparation. Where that is not enough, there are hints (`hints.py
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
 
 from mupscale._torch import DropoutNd, non_persistent_buffers
 from mupscale.errors import UserError, refuse_unless_model
+from mupscale.text_tables import unwrapped
 from mupscale.widening import fractional, modules
 from mupscale.widening import layers as depths
-from mupscale.widening.growth import Axis, Growth, Layout, LayoutSpec, Piece, is_mixed, parse_layout, sizes_of
+from mupscale.widening.growth import Axis, Growth, Layout, LayoutSpec, Piece, is_mixed, matches, parse_layout, sizes_of
 from mupscale.widening.hints import (
     Blocks,
     Hints,
@@ -24,7 +26,6 @@ from mupscale.widening.hints import (
     all_sides,
     checked_hints,
     match_hints,
-    matches,
     refuse_scripted,
     unsaved_buffers,
 )
@@ -71,8 +72,8 @@ def as_identity(plan: Plan, shallow: nn.Module, deep: nn.Module, given: Mapping[
         found = layer_at(plan.layers, name)
         if found is not None and (_all_copied(plan.layers[found[0]]) or found[1].how == "random"):
             plain = replace(growth, inserted=None, branch=1.0, layers=1.0, kept=False)
-            growth = deepened(plain, layers, shallow, deep, given)
-        parameters[name] = growth
+            growth = _deepened(plain, layers, shallow, deep, given)
+        parameters[name] = replace(growth, rates_as=None)  # the shallow model has the rates that continue it
     return replace(plan, parameters=parameters, layers=layers)
 
 
@@ -89,7 +90,9 @@ def branch_ratio(shallow: nn.Module, deep: nn.Module, place: tuple[str, Layer, s
     return after / before
 
 
-def deepened(growth: Growth, layers: Layers, shallow: nn.Module, deep: nn.Module, given: Mapping[str, float]) -> Growth:
+def _deepened(
+    growth: Growth, layers: Layers, shallow: nn.Module, deep: nn.Module, given: Mapping[str, float]
+) -> Growth:
     """The growth of a parameter, with what its layer adds. `given` are neutral values by name pattern."""
     found = layer_at(layers, growth.name)
     if found is None:
@@ -115,12 +118,13 @@ def deepened(growth: Growth, layers: Layers, shallow: nn.Module, deep: nn.Module
                     'depth="interleave"'
                 )
             return replace(made, inserted="identity", branch=branch, fill=neutral)
-    # what a branch loses by its multiplier, its output gets back
-    return made if neutral is None or branch == 1 else replace(made, rescale=made.rescale / branch)
+    # what a branch loses by its multiplier, its output gets back; its rates are those of the deep model
+    rescale = made.rescale if neutral is None else made.rescale / branch
+    return replace(made, rescale=rescale, rates_as=(made.rescale, branch)) if branch != 1 else made
 
 
 def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None, depth: depths.Depth | None = None) -> Plan:
-    """The dry run of `upscale`: changes nothing, and raises a UserError if the widening would not be exact.
+    """The dry run of `upscale`: changes nothing, and raises a UserError if the growth would not be exact.
 
     Args:
         narrow: The trained model.
@@ -152,7 +156,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None, dept
     pairing.refuse_inexact_modules()
     if not pairing.uses:
         raise UserError(
-            f"the model ({type(narrow).__name__}) has no parameters: there is nothing to widen. Pass the network itself"
+            f"the model ({type(narrow).__name__}) has no parameters: there is nothing to grow. Pass the network itself"
         )
     hinted = match_hints(pairing, hints)
     sides = all_sides(pairing, hinted.roles)
@@ -174,7 +178,9 @@ def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None, dept
         axes = tuple(map(Axis, layouts[use.name], sides[use.name]))
         factors = rescale.get(use.name, (1.0, 0.0))
         growths[use.name] = _growth(use, axes, factors, base, normed=use.name in directions)
-    growths = {name: deepened(growth, layers, shallow, wide, hints.residual) for name, growth in growths.items()}
+    wrapper = wrapper_of(growths)
+    for name, growth in growths.items():
+        growths[name] = replace(_deepened(growth, layers, shallow, wide, hints.residual), wrapper=wrapper)
     is_fractional = any(growth.fractional_axes for growth in growths.values())
     if is_fractional:
         fractional.refuse_norms(pairing, growths, in_pieces)
@@ -189,7 +195,15 @@ def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None, dept
         found = depths.layer_at(layers, name)
         kept = buffer.kept or (found is not None and found[1].how == "random")
         buffers[name] = replace(buffer, source=depths.source_of(layers, name), kept=kept)
-    return Plan(growths, buffers, tuple(notes_on(pairing, growths, hinted.roles)), layers)
+    return Plan(growths, buffers, tuple(_notes(pairing, growths, hinted.roles)), layers)
+
+
+def wrapper_of(names: Collection[str]) -> str:
+    """What all names of parameters begin with, such as "net."; not the number of a layer."""
+    places = [unwrapped(name).split(".") for name in names]
+    first = list(takewhile(lambda column: len(set(column)) == 1, zip(*(place[:-1] for place in places), strict=False)))
+    shared = takewhile(lambda key: not key.isdigit(), (column[0] for column in first))
+    return "".join(f"{key}." for key in shared)
 
 
 def _buffers(
@@ -396,7 +410,7 @@ def _implied_blocks(pairing: Pairing) -> dict[str, dict[int, LayoutSpec]]:
     return answer
 
 
-def notes_on(pairing: Pairing, growths: dict[str, Growth], hinted: Collection[str]) -> Iterator[str]:
+def _notes(pairing: Pairing, growths: dict[str, Growth], hinted: Collection[str]) -> Iterator[str]:
     """A note on each guess, on constants that change with the width, and on what is inexact. `hinted` have a role."""
     growing = [name for growth in growths.values() if growth.grows for name in growth.names]
     in_blocks = [name for growth in growths.values() if growth.in_blocks for name in growth.names]

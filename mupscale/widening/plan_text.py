@@ -22,7 +22,7 @@ class Plan:
         >>> plan = mupscale.plan(narrow, wide)
         >>> {name: entry.role for name, entry in plan.parameters.items()}
         {'0.weight': 'vector', '0.bias': 'vector', '2.weight': 'readout', '2.bias': 'scalar'}
-        >>> report = mupscale.upscale(narrow, wide, hints=plan, call=lambda model: model(torch.ones(1, 3)))
+        >>> report = mupscale.upscale(narrow, wide, plan=plan, call=lambda model: model(torch.ones(1, 3)))
     """
 
     parameters: dict[str, Growth]
@@ -35,6 +35,13 @@ class Plan:
     def new_parameters(self) -> tuple[str, ...]:
         """The parameters of new layers."""
         return tuple(name for name, growth in self.parameters.items() if growth.inserted)
+
+    def by_origin(self) -> dict[str, list[Growth]]:
+        """The growths of each narrow parameter, by its name: several, if its layer has copies."""
+        answer: dict[str, list[Growth]] = {}
+        for growth in self.parameters.values():
+            answer.setdefault(growth.origin, []).append(growth)
+        return answer
 
     @property
     def keeps_function(self) -> bool:
@@ -155,7 +162,7 @@ def _fractions(growths: Mapping[str, Growth]) -> Iterator[str]:
         few, many = min(copies), max(copies)
         yield (
             f"fractional: {len({growth.name for growth, _ in places})} parameters grow by {factor}, with {few} to "
-            f"{many} copies of a unit. This is exact with a rate for each entry, which the optimizer of the upscale "
+            f"{many} copies of a unit. This is exact with a rate for each entry, which the optimizer of the growth "
             "has unless the method leaves rates as they are. With one rate for all, rates would be "
             f"{float(few / factor):.2f} to {float(many / factor):.2f} times the exact ones"
         )

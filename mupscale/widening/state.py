@@ -3,7 +3,7 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale._torch import own_step_hooks
 from mupscale.errors import UserError, refuse_unless_level
 from mupscale.sharding import gathered, own_part
 from mupscale.widening import table
 from mupscale.widening.growth import Growth, duplicate_
-from mupscale.widening.layers import standing_in
+from mupscale.widening.layers import layer_at
 from mupscale.widening.optimizers import Group, OptimizerRule, Scaling, Sized, groups_by_id, held_parameters, rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import (
@@ -47,7 +48,7 @@ LEARNING_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 """What schedulers keep in a group beside the rate itself, in the same unit."""
 
 
-class Source(NamedTuple):
+class StateSource(NamedTuple):
     """Where a group of the wide optimizer comes from."""
 
     group: int
@@ -119,45 +120,6 @@ def begin_state_(optimizer: Optimizer) -> None:
             state["sum"] = torch.full_like(parameter, complex(value, value) if parameter.is_complex() else value)
 
 
-RatesOf = Callable[[Growth], Sized]
-
-
-def table_rates(growth: Growth) -> Sized:
-    """The scale of duplication, which hyperparameters follow."""
-    return Sized(growth.scale, growth.narrow_shape, growth.wide_shape)
-
-
-_NOT_CONTINUED = ("lr", "foreach", "fused", "capturable", "differentiable")
-"""Keys of a group that are no hyperparameters, and the rate, which depends on the schedule too."""
-
-_SCHEDULED = [key for key in LEARNING_RATES if key not in ("lr", "initial_lr")]
-"""Rates that OneCycleLR and SWALR keep in a group."""
-
-
-def continue_settings_(group: Group, source: Group, keys: Iterable[str]) -> None:
-    """Gives a group the hyperparameters of the continued `source`, except the rate and what differs by rounding."""
-    for key in keys:
-        if key in group and key in source and key not in _NOT_CONTINUED and not _agree(group[key], source[key]):
-            group[key] = copy.copy(source[key])
-
-
-def continue_scheduled_rates_(group: Group, source: Group, ratio: float) -> None:
-    """Gives a group the rates that schedulers keep in the continued group `source`, times a ratio."""
-    for key in _SCHEDULED:
-        if key in group and key in source and not _agree(group[key], source[key] * ratio):
-            group[key] = source[key] * ratio
-
-
-def _agree(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_agree, a, b))
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return False  # a comparison would wait for the device
-    if isinstance(a, int | float) and isinstance(b, int | float):
-        return math.isclose(a, b, rel_tol=1e-9)
-    return bool(a == b)
-
-
 def refuse_uneven_groups(continued: list[Group], wide: nn.Module, wide_opt: Optimizer) -> None:
     """Raises a UserError for a group of `wide_opt` with parameters that need different hyperparameters to continue."""
     source_of = {id(parameter): group for group in continued for parameter in group["params"]}
@@ -202,6 +164,27 @@ def refuse_bad_levels(optimizer: Optimizer) -> None:
                     refuse_unless_level(f"{key} of {type(optimizer).__name__}", number)
 
 
+def carry_step_hooks_(narrow_opt: Optimizer, wide_opt: Optimizer) -> None:
+    """Registers the functions that are called before or after each step of one optimizer with another."""
+    before, after = own_step_hooks(narrow_opt)
+    for hook in before:
+        wide_opt.register_step_pre_hook(hook)
+    for hook in after:
+        wide_opt.register_step_post_hook(hook)
+
+
+StateAt = Callable[[Growth, str, Tensor], Tensor]
+"""A function of a parameter's growth, and of the key and the value of its state."""
+
+
+def as_it_is(_entry: Growth, _key: str, value: Tensor) -> Tensor:
+    return value
+
+
+RatesOf = Callable[[Growth], Sized]
+"""What hyperparameters follow, of each parameter."""
+
+
 class Continuation:
     """How an optimizer of the narrow model continues on the wide one."""
 
@@ -211,47 +194,61 @@ class Continuation:
         narrow: nn.Module,
         optimizer: Optimizer,
         wide: nn.Module,
-        rates_of: RatesOf = table_rates,
+        rates_of: RatesOf,
         state: StateRule = "carry",
     ) -> None:
-        self.plan, self.wide, self.rates_of, self.state = plan, wide, rates_of, state
-        self.given = optimizer
-        copies_state = state == "carry"
-        self.narrow, self.optimizer = standing_in(narrow, optimizer, wide, plan.layers, copies_state=copies_state)
-        self.names, self.rule = names_by_id(self.narrow), rule_of(optimizer)
-        self.targets = dict(wide.named_parameters())
+        self.plan, self.narrow, self.optimizer, self.wide = plan, narrow, optimizer, wide
+        self.rates_of, self.state, self.rule = rates_of, state, rule_of(optimizer)
+        self.names, self.by_origin = names_by_id(narrow), plan.by_origin()
+        self.sources_by_name, self.targets = dict(narrow.named_parameters()), dict(wide.named_parameters())
 
     def _rows(self) -> Iterator[tuple[Group, Tensor, Growth]]:
-        """The parameters of the optimizer, each with its group and its growth."""
-        for group, parameter in held_parameters(self.optimizer):
-            yield group, parameter, self.plan.parameters[self.names[id(parameter)]]
+        """The growths of the optimizer's parameters, in the order of the wide groups, each with its narrow group."""
+        order = {name: number for number, name in enumerate(self.plan.parameters)}
+        for group in self.optimizer.param_groups:
+            rows = [(group, p, entry) for p in group["params"] for entry in self.by_origin[self.names[id(p)]]]
+            yield from sorted(rows, key=lambda row: order[row[2].name]) if self.plan.layers else rows
+
+    def _state_of(self, entry: Growth) -> dict[str, Any] | None:
+        """The narrow state that a parameter continues; None if it begins anew."""
+        found = layer_at(self.plan.layers, entry.name)
+        if found is not None and found[1].is_new and (not found[1].has_state or self.state != "carry"):
+            return None
+        source = self.sources_by_name[entry.origin]
+        return self.optimizer.state.get(source)
 
     def groups(self) -> list[Group]:
         """The parameter groups over the wide model, hyperparameters rescaled."""
+        groups: dict[int, Group] = {}
+        entries: dict[int, Growth] = {}
+        for group, _, entry in self._rows():
+            target = self.targets[entry.name]
+            grown = groups.setdefault(id(group), {**group, "params": []})
+            grown["params"].append(target)
+            entries[id(target)] = entry
+            if self.plan.layers and "param_names" in group:
+                grown["param_names"] = [entries[id(parameter)].name for parameter in grown["params"]]
+        rows = [groups.get(id(group), group) for group in self.optimizer.param_groups]
+        return split_groups(rows, self.rule, lambda target: (target, self.rates_of(entries[id(target)])))
 
-        def target(parameter: Tensor) -> tuple[Tensor, Sized]:
-            entry = self.plan.parameters[self.names[id(parameter)]]
-            return self.targets[entry.name], self.rates_of(entry)
-
-        return split_groups(self.optimizer.param_groups, self.rule, target)
-
-    def sources(self) -> dict[int, Source]:
+    def sources(self) -> dict[int, StateSource]:
         """Which narrow group each wide parameter continues, and by which factor of the rate; by its identity."""
         answer = {}
         index = {id(group): number for number, group in enumerate(self.optimizer.param_groups)}
         for group, _, entry in self._rows():
             factor = self.rule.scale(group, self.rates_of(entry)).lr
-            answer[id(self.targets[entry.name])] = Source(index[id(group)], factor)
+            answer[id(self.targets[entry.name])] = StateSource(index[id(group)], factor)
         return answer
 
     def new_optimizer(self) -> Optimizer:
         """A new optimizer of the same class over the wide parameters, with those groups."""
-        optimizer = type(self.given)(self.groups(), **settings_of(self.given))
+        optimizer = type(self.optimizer)(self.groups(), **settings_of(self.optimizer))
+        carry_step_hooks_(self.optimizer, optimizer)
         if self.state != "reset":
             optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
         return optimizer
 
-    def off_the_rule(self, wide_opt: Optimizer) -> list[str]:
+    def notes_on_unscaled(self, wide_opt: Optimizer) -> list[str]:
         """A note on each hyperparameter that does not follow from the narrow one, other than by one common factor."""
         group_of = groups_by_id(wide_opt)
         ratios: dict[str, dict[float, str]] = {"lr": {}, "eps": {}, "weight_decay": {}}
@@ -289,9 +286,9 @@ class Continuation:
                     f"parameter {entry.name!r} needs a learning rate for each entry, which {kind} does not support; "
                     "give it to AdamW in a second optimizer"
                 )
-            if entry.inserted and parameter not in optimizer.state:
-                continue  # it begins anew, with nothing to continue
-            _check_state(entry.name, parameter, optimizer.state.get(parameter, {}), group, self.rule)
+            state = self._state_of(entry)
+            if state is not None or not entry.inserted:  # a new layer may begin anew, with nothing to continue
+                _check_state(entry.name, parameter, state or {}, group, self.rule)
         strangers = {id(p) for p in optimizer.state} - groups_by_id(optimizer).keys()
         if strangers:
             shapes = ", ".join(str(tuple(p.shape)) for p in optimizer.state if id(p) in strangers)
@@ -328,7 +325,7 @@ class Continuation:
                     "wide_opt does not hold it. Freeze the same parameters in both models, before the optimizers are "
                     "made"
                 )
-            if self.optimizer.state.get(parameter):
+            if self._state_of(entry):
                 raise UserError(
                     f"parameter {entry.name!r} has optimizer state, but wide_opt does not hold it: build it over all "
                     "parameters"
@@ -338,41 +335,54 @@ class Continuation:
         self,
         wide_opt: Optimizer,
         *,
-        consume: bool,
+        consume: bool = False,
         rewarm_steps: int,
         scale_of: Callable[[Growth], Scale],
         to_copies: bool,
+        read: StateAt = as_it_is,
+        write: StateAt = as_it_is,
     ) -> None:
-        """Moves state by name and state rule, freeing it by `consume`; without `to_copies`, to first copies only."""
-        narrow_opt, rule, resets = self.optimizer, self.rule, self.state == "reset_new_copies"
-        if consume and narrow_opt is not self.given:
-            self.given.state.clear()  # the stand-in has it
+        """Moves state by name and state rule, freeing it by `consume`; without `to_copies`, to first copies only.
+
+        `read` returns a narrow tensor that is in a file, `write` what the optimizer keeps of a wide one.
+        """
+        rule, resets = self.rule, self.state == "reset_new_copies"
+        births = {} if self.state == "reset" else self.births(rewarm_steps)
+        states = {
+            name: dict(state)
+            for name, entry in self.plan.parameters.items()
+            if (state := self._state_of(entry)) is not None
+        }
+        if consume:
+            self.optimizer.state.clear()  # `states` has it, and frees it tensor by tensor
         if self.state == "reset":
-            if consume:
-                narrow_opt.state.clear()
             begin_state_(wide_opt)
             set_records(self.wide, wide_opt, {})
             return
-        set_records(self.wide, wide_opt, self.births(rewarm_steps))
+        set_records(self.wide, wide_opt, births)
         for _, _, entry in self._rows():  # what wide_opt may hold from before is of another run
             wide_opt.state.pop(self.targets[entry.name], None)
         group_of = groups_by_id(wide_opt)
-        for name, source in self.narrow.named_parameters():
-            target, entry = self.targets[name], self.plan.parameters[name]
-            if source not in narrow_opt.state or id(target) not in group_of:
+        for name, entry in self.plan.parameters.items():
+            target, source = self.targets[name], self.sources_by_name[entry.origin]
+            if name not in states or id(target) not in group_of:
                 continue
             group = group_of[id(target)]
             of_new_copies = group.get(INITIAL_VALUE, 0.0) if resets else None if to_copies else 0.0
-            narrow_state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
+            narrow_state = states.pop(name)
             moved = {}
             for key in list(narrow_state):
-                value = narrow_state.pop(key) if consume else narrow_state[key]
+                value = narrow_state.pop(key)
+                device = torch.device("cpu") if target.is_meta else target.device  # with the narrow one in a file
                 if key in rule.state and isinstance(value, Tensor):
                     dtype = target.dtype if value.dtype == source.dtype else value.dtype
-                    moved[key] = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
-                    _widen_state(moved[key], value, entry, table.state(scale_of(entry), rule.state[key]), of_new_copies)
+                    wide = torch.empty_like(target, dtype=dtype, device=device, memory_format=torch.preserve_format)
+                    scale = table.state(scale_of(entry), rule.state[key])
+                    _widen_state(wide, read(entry, key, value), entry, scale, of_new_copies)
+                    moved[key] = write(entry, key, wide)
+                    del wide
                 else:
-                    moved[key] = _copy_of(value, target.device, group)
+                    moved[key] = _copy_of(value, device, group)
                 del value
             wide_opt.state[target] = moved
         for _, _, entry in self._rows() if resets and not rule.counts_steps else ():
@@ -397,12 +407,14 @@ class Continuation:
         answer: dict[str, tuple[Rows, Rewarm]] = {}
         resets = self.state == "reset_new_copies"
         for _, parameter, growth in self._rows():
-            old = old_records.get(id(parameter), Record())
+            found = layer_at(self.plan.layers, growth.name)
+            is_aged = found is None or found[1].has_state
+            old = old_records.get(id(parameter), Record()) if is_aged else Record()
             if resets and growth.inserted and parameter.ndim:  # it counts from zero
                 answer[growth.name] = ((0, (0.0,) * growth.wide_shape[0]),), ((0.0, rewarm_steps),)
                 continue
             begins_anew = resets and growth.grows
-            now = float(self.optimizer.state.get(parameter, {}).get("step", 0)) if begins_anew else None
+            now = float((self._state_of(growth) or {}).get("step", 0)) if begins_anew else None
             if begins_anew or old.births:
                 rewarm = old.rewarm if now is None else (*old.rewarm, (now, rewarm_steps))
                 answer[growth.name] = grown_births(old, growth, now), rewarm

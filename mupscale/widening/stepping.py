@@ -134,7 +134,15 @@ class Records:
 
 
 def store_records(model: nn.Module, records: Records) -> None:
-    object.__setattr__(model, Records.ATTRIBUTE, records)
+    """Leaves on each module the records of its own parameters: a part is clipped alone, and takes its records along."""
+    for prefix, module in model.named_modules():
+        names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+        full = {name: f"{prefix}.{name}".removeprefix(".") for name in names}
+        own = {name: records.by_name[key] for name, key in full.items() if key in records.by_name}
+        if own:
+            object.__setattr__(module, Records.ATTRIBUTE, Records(records.mup, own))
+        else:
+            vars(module).pop(Records.ATTRIBUTE, None)
     restore_infshapes(model)
 
 

@@ -23,7 +23,7 @@ from mupscale._torch import use_count
 from mupscale.errors import UserError
 from mupscale.sharding import is_sharded, largest_of_ranks, local_part
 from mupscale.widening import table
-from mupscale.widening.growth import Growth, copies_of_entries, duplicate, duplicate_, source_index
+from mupscale.widening.growth import Growth, copies_of_entries, duplicate_, source_index
 from mupscale.widening.optimizers import groups_by_id
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import Record, Records, names_by_id, records_of, restore_infshapes, store_records
@@ -144,10 +144,9 @@ def _entries(entry: Growth, old: Record) -> tuple[tuple[int, Side, tuple[float, 
 Rebuild = Callable[[], nn.Module]
 
 
-def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuild | None = None) -> None:
-    """Writes the buffers of `wide`, and gives those on the meta device memory where the narrow ones are."""
-    values = wide_buffers(plan, narrow, wide, rebuild)
-    sources = dict(narrow.named_buffers())
+def set_own_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuild | None = None) -> None:
+    """Gives buffers on the meta device memory where the narrow ones are, and sets those that are not saved."""
+    values, sources = own_buffers(plan, narrow, wide, rebuild), dict(narrow.named_buffers())
     real: dict[int, Tensor] = {}
     for name, target in list(wide.named_buffers(remove_duplicate=False)):
         owner, _, attribute = name.rpartition(".")
@@ -156,12 +155,12 @@ def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebu
                 real[id(target)] = torch.empty_like(target, device=sources[name].device)
             setattr(wide.get_submodule(owner), attribute, real[id(target)])
     for name, target in wide.named_buffers():
-        if values[name] is not target:
+        if name in values and values[name] is not target:
             target.copy_(values[name])
 
 
-def wide_buffers(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuild | None = None) -> dict[str, Tensor]:
-    """What each buffer of the wide model is to hold, by name. Nothing is written."""
+def own_buffers(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuild | None = None) -> dict[str, Tensor]:
+    """What each buffer that the wide model does not save is to hold, by name. Nothing is written."""
     refuse_unknown_buffers(plan, wide, rebuild)
     rebuilt: dict[str, Tensor] = {}
     if rebuild is not None and any(entry.kept for entry in plan.buffers.values()):
@@ -173,17 +172,9 @@ def wide_buffers(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuil
                     f"rebuild: the model that it builds has no buffer {name!r} of shape {tuple(target.shape)}. Let it "
                     "build the wide model"
                 )
-    answer = {}
     sources = dict(narrow.named_buffers())
-    for name, target in wide.named_buffers():
-        entry = plan.buffers[name]
-        if not entry.kept:
-            answer[name] = duplicate(sources[name], entry.layouts)
-        elif name in rebuilt:
-            answer[name] = rebuilt[name]
-        else:
-            answer[name] = target if _has_value(target) else sources[name]
-    return answer
+    own = {name: target for name, target in wide.named_buffers() if plan.buffers[name].kept}
+    return {name: rebuilt.get(name, target if _has_value(target) else sources[name]) for name, target in own.items()}
 
 
 def refuse_unknown_buffers(plan: Plan, wide: nn.Module, rebuild: Rebuild | None) -> None:
@@ -197,7 +188,7 @@ def refuse_unknown_buffers(plan: Plan, wide: nn.Module, rebuild: Rebuild | None)
             )
 
 
-def copied_for_want_of_own(plan: Plan, wide: nn.Module) -> Iterator[str]:
+def notes_on_copied_buffers(plan: Plan, wide: nn.Module) -> Iterator[str]:
     """A note on each unsaved buffer that is copied from the narrow model, because the wide one has no value for it."""
     for name, target in wide.named_buffers():
         if plan.buffers[name].kept and not _has_value(target):
@@ -212,6 +203,10 @@ def _has_value(buffer: Tensor) -> bool:
     return not buffer.is_meta and not bool(buffer.isnan().any())
 
 
+_WITHOUT_MEMORY: set[int] = set()
+"""The threads that build models with parameters on the meta device."""
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Models that this thread builds inside have real buffers, and parameters on the meta device, without memory."""
@@ -224,10 +219,17 @@ def parameters_on_meta() -> Iterator[None]:
 
     # torch types its answer as None, and uses it
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    _WITHOUT_MEMORY.add(thread)
     try:
         yield
     finally:
         hook.remove()
+        _WITHOUT_MEMORY.discard(thread)
+
+
+def parameters_have_no_memory() -> bool:
+    """Whether this thread is inside of `parameters_on_meta`."""
+    return threading.get_ident() in _WITHOUT_MEMORY
 
 
 def carry_frozen_(narrow: nn.Module, wide: nn.Module) -> list[str]:
@@ -243,7 +245,7 @@ def carry_frozen_(narrow: nn.Module, wide: nn.Module) -> list[str]:
                 continue
             notes.append(
                 f"{name}: frozen in the wide model, but not in the narrow one, which decides: it will be trained. "
-                "To freeze it, call requires_grad_(False) after the upscale"
+                "To freeze it, call requires_grad_(False) after the growth"
             )
         else:
             target.grad = None  # an optimizer would still apply it
@@ -288,7 +290,7 @@ def refuse_non_finite_model(plan: Plan, narrow: nn.Module, wide: nn.Module) -> N
     parameters = [(name, p) for name, p in narrow.named_parameters() if is_inexact(p)]
     buffers = [(name, b) for name, b in narrow.named_buffers() if is_inexact(b)]
     if any(tensor.is_meta for _, tensor in (*parameters, *buffers)):
-        raise UserError("the narrow model is on the meta device: it has no weights to widen. Load them first")
+        raise UserError("the narrow model is on the meta device: it has no weights to copy. Load them first")
     largest = largest_entries([tensor for _, tensor in (*parameters, *buffers)])
     targets = dict(wide.named_parameters())
     for (name, parameter), value in zip(parameters, largest, strict=False):
@@ -327,7 +329,7 @@ def refuse_non_finite_state(narrow: nn.Module, optimizer: Optimizer) -> None:
         bad = first_non_finite((name, value) for name, value in named if (value.device.type == "cpu") is on_cpu)
         if bad is not None:
             raise UserError(
-                f"optimizer state {bad} has NaN or infinite entries; use an earlier checkpoint, or upscale "
+                f"optimizer state {bad} has NaN or infinite entries; use an earlier checkpoint, or grow "
                 "without the state"
             )
 

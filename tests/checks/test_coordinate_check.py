@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.checks.coordinate_check import CoordCheck, Scan, _judged, coord_check, log_log_slope
+from mupscale.commands.growth_plans import LossBySize
 from mupscale.methods import noise
 from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
-from mupscale.models.growth_check import LossBySize
 from mupscale.models.mlp import MLP
 
 WIDTHS = (32, 64, 128)

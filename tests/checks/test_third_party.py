@@ -92,8 +92,6 @@ class Case(NamedTuple):
     loss: Callable[[nn.Module, Any], Tensor]
     blocks: dict[str, Any] | None = None
     roles: dict[str, Any] | None = None
-    rounds: bool = False
-    """Computes in float32 inside, whatever the dtype of its weights (RMSNorm, the softmax of a router)."""
 
 
 GQA = {"*.q_proj.weight": {0: 8}, "*.[kv]_proj.weight": {0: 4}, "*.o_proj.weight": {1: 8}}
@@ -118,7 +116,7 @@ CASES = {
         {"*.c_attn.weight": {1: 4}, "*.attn.c_proj.weight": {0: 4}},
         {"transformer.ln_f.*": "readout"},
     ),
-    "mixtral": Case(mixtral, tokens, next_token, GQA, EXPERTS, rounds=True),
+    "mixtral": Case(mixtral, tokens, next_token, GQA, EXPERTS),
     "regnet": Case(
         regnet, images(32), classification, REGNET_GROUPS | {"*.f.se.fc1.weight": {1: 4}, "*.f.se.fc2.weight": {0: 4}}
     ),
@@ -136,16 +134,13 @@ def verdict(
     return mupscale.verify(narrow, wide, hints=mupscale.Hints(roles=case.roles, blocks=case.blocks), **settings)
 
 
-def check(case: Case, answer: mupscale.Verdict) -> None:
-    assert answer.passed, str(answer)
-    assert answer.loss_drift <= (1e-6 if case.rounds else 1e-10)
-    assert answer.activation_drift <= (1e-4 if case.rounds else 1e-8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(CASES, "gpt2", kept=["mixtral", "regnet", "shufflenet", "nn.Transformer"]))
 def test_exact_under_adamw(name):
-    check(CASES[name], verdict(CASES[name]))
+    answer = verdict(CASES[name])
+    assert answer.passed, str(answer)
+    assert answer.loss_drift <= 1e-10
+    assert answer.activation_drift <= 1e-8
 
 
 @pytest.mark.slow
@@ -153,9 +148,9 @@ def test_exact_under_adamw(name):
     ("name", "change", "module", "drifts"),
     [
         ("gpt2", {"blocks": None}, "transformer.h.0.attn", "before 'transformer.h.0.attn.c_proj'"),
-        ("gpt2", {"blocks": {"*.c_attn.weight": {1: 4}}}, "transformer.h.0.attn.c_proj", "its output"),
-        ("mixtral", {"roles": {"*.experts.*": "matrix"}}, "model.layers.0.mlp.gate", "its output"),
-        ("regnet", {"blocks": REGNET_GROUPS}, "trunk_output.block1.block1-0.f.se.fc1", "its output"),
+        ("gpt2", {"blocks": {"*.c_attn.weight": {1: 4}}}, "transformer.h.0.attn.c_proj", "returns differs"),
+        ("mixtral", {"roles": {"*.experts.*": "matrix"}}, "model.layers.0.mlp.gate", "returns differs"),
+        ("regnet", {"blocks": REGNET_GROUPS}, "trunk_output.block1.block1-0.f.se.fc1", "returns differs"),
     ],
 )
 def test_first_divergent_module_is_the_one_at_fault(name, change, module, drifts):
@@ -163,11 +158,6 @@ def test_first_divergent_module_is_the_one_at_fault(name, change, module, drifts
     assert not answer.passed
     assert answer.first_divergent == module
     assert drifts in answer.reason
-
-
-def test_tied_readout_without_a_role_is_refused():
-    with pytest.raises(ValueError, match=r"'transformer.wte.weight' = 'lm_head.weight' is used in conflicting roles"):
-        verdict(CASES["gpt2"]._replace(roles=None))
 
 
 def test_fused_expert_weights_ask_for_a_role():

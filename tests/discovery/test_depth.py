@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import mupscale
 from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError
 
@@ -280,3 +281,33 @@ def test_refuses_a_layer_that_returns_nothing_like_its_input() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5)))
     with pytest.raises(UserError, match=r"'1.0' \(Linear\) changes what it gets even if"):
         find_residual(model, ["1"], call)
+
+
+def test_a_residual_outside_of_the_layer_is_found():
+    """The model adds what a layer returns: a layer of zeros adds nothing."""
+
+    class Branch(nn.Module):
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(n), nn.Linear(n, 2 * n), nn.Linear(2 * n, n)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.tanh(self.up(self.norm(x))))
+
+    class Stack(nn.Module):
+        def __init__(self, n: int, depth: int) -> None:
+            super().__init__()
+            self.enter, self.leave = nn.Linear(5, n), nn.Linear(n, 3)
+            self.blocks = nn.ModuleList(Branch(n) for _ in range(depth))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                x = x + block(x)
+            return self.leave(x)
+
+    x = torch.randn(4, 5)
+    narrow, deep = Stack(8, 2), Stack(16, 4)
+    report = mupscale.upscale(narrow, deep, depth="identity", call=lambda model: model(x))
+    assert report.exact is True
+    assert torch.allclose(deep(x), narrow(x), atol=1e-5)

@@ -11,8 +11,8 @@ from tiers import slow_except
 from torch import Tensor, nn
 
 import mupscale
-from mupscale.checks.forward_pass import floats_of
 from mupscale.checks.recording import float64_copy
+from mupscale.checks.trace import floats_of
 from mupscale.errors import UserError
 
 OPTIMIZERS = {

@@ -11,7 +11,7 @@ from exactness import attention, batch, conv_flatten, mlp, softmax_over_width, t
 from torch import Tensor, nn
 
 import mupscale
-from mupscale.checks.agreement import Agreement
+from mupscale.checks.check_step import Agreement
 from mupscale.errors import UncheckedWarning, UserError
 from mupscale.growing import upscale as module
 
@@ -88,7 +88,7 @@ def test_without_a_plan_nothing_is_written():
 def test_a_search_without_a_check_or_a_word_writes_nothing(message: str, monkeypatch: pytest.MonkeyPatch):
     """A plan that is found, and cannot be compared, is a guess; and an exception may have no text."""
     agreements = [Agreement(False, reason="it differs"), Agreement(None, reason="no memory")]
-    monkeypatch.setattr(module, "check_agreement", lambda *_: agreements.pop(0))
+    monkeypatch.setattr(module, "check_step", lambda *_: agreements.pop(0))
     if "Error" in message:
         monkeypatch.setattr("mupscale.discovery.discover.discover", Mock(side_effect=AssertionError))
     narrow, wide = conv_flatten(4), conv_flatten(8)
@@ -119,12 +119,12 @@ def test_a_given_plan_is_checked():
     sequences = batch("sequences").float()
     found = mupscale.discover(narrow, wide, lambda model: model(sequences))
     plan = mupscale.plan(narrow, wide, hints=found)
-    report = mupscale.upscale(narrow, wide, call=lambda model: model(sequences), hints=plan, on_mismatch="error")
+    report = mupscale.upscale(narrow, wide, call=lambda model: model(sequences), plan=plan, on_mismatch="error")
     assert report.exact is True
     assert report.plan is plan
     wrong = mupscale.plan(narrow, wide)
     with pytest.raises(UserError, match="does not compute and train"):
-        mupscale.upscale(narrow, wide, call=lambda model: model(sequences), hints=wrong, on_mismatch="error")
+        mupscale.upscale(narrow, wide, call=lambda model: model(sequences), plan=wrong, on_mismatch="error")
 
 
 @pytest.mark.parametrize(
@@ -139,19 +139,6 @@ def test_a_method_that_does_not_continue_training_is_not_exact(method: Any, exac
     report = mupscale.upscale(mlp(8), mlp(16), call=call, method=method)
     assert report.exact is exact
     assert ("HyperCloning does not continue the training; the check was by duplication" in report.notes) is not exact
-
-
-@pytest.mark.parametrize(("activation", "exact"), [(nn.Tanh, True), (nn.Sigmoid, False)])
-def test_what_zero_padding_continues_is_measured(activation: type[nn.Module], exact: bool):
-    def build(n: int) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, n), activation(), nn.Linear(n, n), activation(), nn.Linear(n, 3))
-
-    narrow, wide = build(4), build(8)
-    report = mupscale.upscale(narrow, wide, call=call, method=mupscale.methods.ZeroPadding())
-    assert report.exact is exact
-    assert ("ZeroPadding does not continue the training; the check was by duplication" in report.notes) is not exact
-    assert all(parameter.grad is None for model in (narrow, wide) for parameter in model.parameters())
 
 
 def test_call_must_be_a_function():

@@ -127,7 +127,9 @@ BAD: Cases = {
          'if the last 3 are fixed features): hints=Hints(blocks={"1.weight": {1: [(4, 1, 2), (3, 1, 1)]}})',
          "or an attribute width_blocks of the model"),
     ),
-    "narrower": (lambda: (*linear(8, 4), {}), ("'0.weight' (8, 4) → (4, 4)", "it is narrower", "swap the models?")),
+    "narrower": (
+        lambda: (*linear(8, 4), {}), ("'0.weight' (8, 4) → (4, 4)", "it is narrower", "Give the smaller model first"),
+    ),
     "compiled": (
         pair(lambda width: (torch.compile if width == 4 else nn.Sequential)(nn.Linear(3, width))),
         ("the narrow model is the result of torch.compile: give the model that was compiled",),
@@ -186,11 +188,11 @@ BAD: Cases = {
     ),
     "groups and their width grow": (
         pair(lambda width: nn.Sequential(nn.Conv2d(width, width, 1, groups=int(width**0.5))), 4, 16),
-        ("'0'", "groups (2 → 4)", "(2, 2) → (4, 4)", "two upscales"),
+        ("'0'", "groups (2 → 4)", "(2, 2) → (4, 4)", "two growths, one of each"),
     ),
     "groups of a norm and their width grow": (
         pair(lambda width: nn.Sequential(nn.GroupNorm(int(width**0.5), width)), 4, 16),
-        ("'0'", "GroupNorm", "groups (2 → 4)", "(2, 2) → (4, 4)", "two upscales"),
+        ("'0'", "GroupNorm", "groups (2 → 4)", "(2, 2) → (4, 4)", "two growths, one of each"),
     ),
     "a norm over unlike pieces": (
         lambda: (nn.Sequential(nn.LayerNorm(4)), nn.Sequential(nn.LayerNorm(6)),

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.methods import METHODS, LiGO
 
 
 class Net(nn.Sequential):
@@ -77,21 +76,6 @@ def test_what_was_frozen_for_a_while_is_trained_again() -> None:
     narrow[0].requires_grad_(True)
     wide[0].requires_grad_(True)
     assert train(wide, report.optimizer) == pytest.approx(train(narrow, optimizer), rel=1e-12)
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "aki"])  # which needs layers of equal shapes
-def test_every_growth_method_keeps_them_frozen(name: str) -> None:
-    narrow, wide = models()
-    optimizer = adamw(narrow.parameters())
-    train(narrow, optimizer)
-    method = METHODS[name]()
-    if isinstance(method, LiGO):
-        method.fit(narrow, wide, [torch.randn(6, 5).double()], lambda model, x: model(x).square().mean())
-    report = mupscale.upscale(narrow, wide, optimizer, method=method)
-    before = wide[2].weight.clone()
-    train(wide, report.optimizer)
-    assert frozen(wide) == ["2.weight", "2.bias"]
-    assert torch.equal(wide[2].weight, before)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])

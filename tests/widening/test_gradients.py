@@ -41,6 +41,8 @@ def pairs(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> list[float
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_growth_inside_an_accumulation_window(name: str, optimizer: str, with_base_shapes: bool):
+    if with_base_shapes and METHODS[name][0] is ZeroPadding:
+        pytest.skip("under muP rates are those of the width, which are right for copies alone")
     method, width = METHODS[name][0](), METHODS[name][1]
     torch.manual_seed(0)
     narrow, reference, wide = ((mup(mlp, n, base=2) if with_base_shapes else mlp(n)).double() for n in (6, 6, width))

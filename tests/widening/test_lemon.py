@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from bad_input import assert_refused
-from nets import mlp, mup
+from nets import mlp
 from torch import Tensor, nn
 
 import mupscale
@@ -43,12 +43,6 @@ def test_shares_depend_on_the_seed_and_the_spread():
     assert torch.equal(shares(seed=1), shares(seed=1))
     assert not torch.equal(shares(seed=1), shares(seed=2))
     assert (shares(spread=0.01) - 1 / 3).abs().max() < 0.01 < (shares() - 1 / 3).abs().max()
-
-
-def test_what_a_mup_readout_averages_over_is_split_equally():
-    plan = mupscale.upscale(mup(mlp, 8), mup(mlp, 24), method=Lemon()).plan
-    assert not plan.parameters["readout.weight"].mixed
-    assert plan.parameters["layers.1.weight"].mixed
 
 
 def normalised(width: int) -> nn.Module:

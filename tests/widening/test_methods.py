@@ -91,22 +91,6 @@ def test_net2net_maps_at_random_and_by_its_seed():
     assert len(set(copies(1))) > 1
 
 
-def test_zero_padding_leaves_the_new_units_at_zero():
-    narrow, wide = mlp(4), mlp(8)
-    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
-    train(narrow, optimizer, features)
-    report = grown(ZeroPadding(), narrow, wide, narrow_opt=optimizer)
-    for _ in range(2):
-        weight = wide.layers[1].weight.detach()
-        assert not weight[1::2].any()
-        assert not weight[:, 1::2].any()
-        assert weight[::2, ::2].abs().min() > 0
-        train(wide, report.optimizer, features)
-    state = report.optimizer.state[wide.layers[1].weight]
-    assert not state["exp_avg"][1::2].any()
-    assert {group["lr"] for group in report.optimizer.param_groups} == {0.1}
-
-
 def test_weights_are_shrunk_before_they_are_padded():
     narrow, wide = mlp(4).double(), mlp(8).double()
     optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
@@ -120,17 +104,6 @@ def test_weights_are_shrunk_before_they_are_padded():
     assert torch.equal(wide.layers[1].bias[::2], narrow.layers[1].bias)  # biases as they are
     assert not report.optimizer.state
     assert ShrinkAndPad().shrink == 0.4
-
-
-def test_the_diagonal_connects_each_copy_to_its_own():
-    narrow, wide = mlp(4).double(), mlp(8).double()
-    grown(HyperCloning("diagonal"), narrow, wide)
-    weight = wide.layers[1].weight.detach()
-    assert torch.equal(weight[::2, ::2], narrow.layers[1].weight)
-    assert torch.equal(weight[1::2, 1::2], narrow.layers[1].weight)
-    assert not weight[::2, 1::2].any()
-    assert not weight[1::2, ::2].any()
-    assert torch.equal(wide.readout.weight, narrow.readout.weight.repeat_interleave(2, 1) / 2)
 
 
 # --- bad input
@@ -193,17 +166,6 @@ def perceptrons() -> tuple[nn.Module, nn.Module]:
     return narrow, wide
 
 
-class Redrawn(methods.GrowthMethod):
-    def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
-        target.normal_()
-
-
-def test_a_method_that_claims_nothing_keeps_nothing():
-    narrow, wide = perceptrons()
-    report = mupscale.upscale(narrow, wide, method=Redrawn(), call=lambda model: model(torch.ones(2, 3)))
-    assert not report.exact
-
-
 class MeanSquare(Noise):
     """As strong as the weight, which has to be known whole."""
 
@@ -215,23 +177,3 @@ class MeanSquare(Noise):
 def test_noise_needs_nothing_but_a_constant():
     narrow, wide = perceptrons()
     assert mupscale.upscale(narrow, wide, noise=MeanSquare()).noise["0.weight"] > 0
-
-
-def test_noise_may_be_louder_than_the_weights():
-    narrow, wide = perceptrons()
-    x = torch.randn(5, 3)
-    before = narrow(x)
-    mupscale.upscale(narrow, wide, method=HyperCloning("noisy", -3.0))
-    torch.testing.assert_close(wide(x), before, rtol=1e-5, atol=1e-5)
-
-
-def test_an_optimizer_of_another_model_is_refused_by_every_method():
-    def call(model: nn.Module) -> Tensor:
-        return model(torch.ones(2, 3))
-
-    decayed = torch.optim.Adam(perceptrons()[0].parameters(), weight_decay=0.1)
-    for method in (HyperCloning(), HyperCloning("diagonal", state="carry", hyperparameters="table")):
-        assert_refused(
-            lambda method=method: (*perceptrons(), {"narrow_opt": decayed, "method": method, "call": call}),
-            ("not in the narrow model",),
-        )

@@ -6,11 +6,10 @@ import pytest
 import torch
 from bad_input import assert_refused
 from nets import features, gpt2, mup, train
-from torch import Tensor, nn
+from torch import nn
 
 import mupscale
 from mupscale.methods import AKI, FPI, Net2Net
-from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.widening.growth import copy_index, source_index
 
@@ -53,25 +52,6 @@ def test_new_units_are_those_of_the_next_layer():
         torch.testing.assert_close(wide.layers[index].bias.detach(), bias)
     first = plan.parameters["layers.0.weight"]
     assert torch.equal(wide.layers[0].weight, narrow.layers[0].weight[source_index(first.layouts[0])])
-
-
-def test_the_next_block_of_a_transformer():
-    def two_blocks(width: int) -> nn.Module:
-        torch.manual_seed(width)
-        return GPT2Net(width, layers=2, heads=2, vocabulary=30, context=11, tied=False).double()
-
-    narrow, wide = two_blocks(8), two_blocks(16)
-    for parameter in narrow.parameters():
-        nn.init.normal_(parameter)  # gains and shifts too
-    grown(AKI(), narrow, wide)
-    blocks = dict(wide.named_parameters())
-    norms = [name for name in blocks if "0.ln_1." in name]
-    value = next(name for name in blocks if name.endswith("0.attention.qkv.weight"))
-    following: Tensor = blocks[value.replace("0.attention", "1.attention")]
-    assert torch.equal(blocks[value][1::2], following[::2])
-    assert len(norms) == 2
-    for norm in norms:
-        assert torch.equal(blocks[norm], dict(narrow.named_parameters())[norm].repeat_interleave(2))
 
 
 @pytest.mark.parametrize("build", [lambda width: MLPNet(4, (width,), 3), lambda width: mup(gpt2, width)])

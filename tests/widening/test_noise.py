@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from nets import added_noise
 from torch import nn
 
 import mupscale
+from mupscale.methods.grow import grow
 from mupscale.methods.noise import widened_norms
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
@@ -28,13 +30,19 @@ def assert_std(sample: torch.Tensor, std: float) -> None:
     assert abs(sample.mean().item()) <= 3 * std / math.sqrt(n)
 
 
+def relative_norm(noise: torch.Tensor, weight: torch.Tensor) -> float:
+    """The spectral norm of noise, as a fraction of that of a weight."""
+    norms = [torch.linalg.matrix_norm(matrix.detach().double(), 2) for matrix in (noise, weight)]
+    return float(norms[0] / norms[1])
+
+
 def test_std_per_role_mlp():
-    models = (MLPNet(10, widths, 7, readout_zero_init=False) for widths in ((40, 60, 30), (80, 180, 120)))
-    noise = added_noise(*models, mupscale.AdditiveNoise(0.3))
+    narrow, wide = (MLPNet(10, widths, 7, readout_zero_init=False) for widths in ((40, 60, 30), (80, 180, 120)))
+    noise = added_noise(narrow, wide, mupscale.AdditiveNoise(0.3))
     assert_std(noise["layers.0.weight"], 0.3)
     assert_std(noise["layers.1.weight"], 0.3 / math.sqrt(80))
     assert_std(noise["layers.2.weight"], 0.3 / math.sqrt(180))
-    assert_std(noise["readout.weight"], 0.3)
+    assert relative_norm(noise["readout.weight"], narrow.readout.weight) == pytest.approx(0.3 / math.sqrt(4))
     assert not any(noise[name].any() for name in noise if name.endswith("bias"))
 
 
@@ -134,8 +142,10 @@ def test_the_muP_table_tells_a_matrix_from_a_readout_when_one_side_does_not_grow
 
 def test_where_overrides_the_rule():
     where = {"*.bias": True, "readout.*": True, "layers.0.*": False}
-    noise = added_noise(MLPNet(10, (8, 8), 5), MLPNet(10, (64, 64), 5), mupscale.AdditiveNoise(0.5, where=where))
-    assert_std(noise["readout.weight"], 0.5)
+    narrow = MLPNet(10, (8, 8), 5)
+    nn.init.normal_(narrow.readout.weight)
+    noise = added_noise(narrow, MLPNet(10, (64, 64), 5), mupscale.AdditiveNoise(0.5, where=where))
+    assert relative_norm(noise["readout.weight"], narrow.readout.weight) == pytest.approx(0.5 / math.sqrt(8))
     assert_std(noise["layers.1.bias"], 0.5)
     assert not noise["layers.0.weight"].any()
     assert not noise["layers.0.bias"].any()
@@ -208,8 +218,8 @@ def test_noise_in_half_precision_is_added_before_rounding():
 # --- bad input
 
 BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "a number": (lambda: 0.1, ("noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got 0.1",)),
-    "a class": (lambda: mupscale.AdditiveNoise, ("noise must be AdditiveNoise(std)",)),
+    "a number": (lambda: 0.1, ("RecordedNoise(path); got 0.1",)),
+    "a class": (lambda: mupscale.AdditiveNoise, ('noise must be "auto", None, AdditiveNoise(std)',)),
     "negative": (lambda: mupscale.AdditiveNoise(-0.1), ("std must be a finite number of at least 0, got -0.1",)),
     "a string": (lambda: mupscale.AdditiveNoise("0.1"), ("std must be a finite number of at least 0, got '0.1'",)),
     "infinite": (lambda: mupscale.SignalNoise(math.inf), ("t must be a finite number of at least 0, got inf",)),
@@ -272,3 +282,19 @@ def test_recorded_noise_that_does_not_fit(constants: dict[str, Any], fragments: 
         mupscale.upscale(narrow, wide, noise=mupscale.RecordedNoise(path))
     assert all(fragment in str(caught.value) for fragment in fragments)
     assert snapshot(narrow, wide) == before
+
+
+@pytest.mark.parametrize("wrap", [lambda net: nn.ModuleDict({"net": net}), nn.DataParallel], ids=["module", "DDP"])
+def test_a_wrapper_changes_neither_the_draw_nor_the_record(wrap: Any, tmp_path: Path) -> None:
+    """The same network in a module of a run, or by itself, gets the same noise for the same seed."""
+    answers = []
+    for around in (lambda net: net, wrap):
+        torch.manual_seed(0)
+        narrow, wide = (around(nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2))) for n in (4, 8))
+        report = grow(narrow, wide, noise=mupscale.AdditiveNoise(0.3, where={"2.bias": True}), seed=7)
+        answers.append([parameter.detach().clone() for parameter in wide.parameters()])
+        path = tmp_path / f"{len(answers)}.json"
+        report.save_noise(path)
+    mupscale.RecordedNoise(tmp_path / "1.json").check(report.plan)
+    assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
+    assert answers[0][3].any(), "a pattern means names in the network"

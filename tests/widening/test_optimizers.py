@@ -111,16 +111,3 @@ def test_unknown_optimizers_are_an_error_and_three_lines_register_one(monkeypatc
         narrow, wide, optimizer=Lion, batches=batches, loss=lambda m, x: (m(x) - 1).square().mean(), steps=20
     )
     assert verdict.passed, verdict
-
-
-def test_radam_waits_for_its_variance_term():
-    narrow, wide = torch.nn.Linear(2, 2), torch.nn.Linear(2, 4)
-    optimizer = torch.optim.RAdam(narrow.parameters())
-    for step in range(1, 7):
-        narrow(torch.randn(4, 2)).square().sum().backward()
-        optimizer.step()
-        if step < 5:
-            with pytest.raises(ValueError, match="variance term is still off"):
-                mupscale.upscale(narrow, wide, optimizer)
-        else:
-            mupscale.upscale(narrow, wide, optimizer)

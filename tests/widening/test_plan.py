@@ -101,5 +101,21 @@ def test_a_readout_role_with_two_axes_carries_the_factor_of_a_tied_readout():
 
 def test_blocks_that_do_not_fit_have_a_remedy():
     narrow, wide = nn.Sequential(nn.Linear(3, 8)), nn.Sequential(nn.Linear(3, 4))
-    with pytest.raises(UserError, match=r"blocks: axis 0 of '0.weight' .* narrower in the wide model \(4 < 8\); swap"):
+    with pytest.raises(
+        UserError, match=r"axis 0 of '0.weight' .* narrower in the wide model \(4 < 8\)\. Give the smaller"
+    ):
         mupscale.plan(narrow, wide, hints=mupscale.Hints(blocks={"0.weight": {0: 2}}))
+
+
+@pytest.mark.parametrize(("optimizer", "kept"), [(torch.optim.AdamW, 1.0), (torch.optim.SGD, 2.0)])
+def test_kept_layers_beside_new_ones_get_the_rates_of_the_deep_model(optimizer: type, kept: float) -> None:
+    """Of branches multiplied by 2 / layers. The kept ones get back in their weights what they lose, and no rate."""
+    narrow, wide = (MLPNet(5, [8], 3, layers, branch_multiplier=2 / layers) for layers in (2, 4))
+    report = mupscale.upscale(
+        narrow, wide, optimizer(narrow.parameters(), lr=0.1), depth="identity", call=lambda net: net(torch.randn(4, 5))
+    )
+    names = {id(parameter): name for name, parameter in wide.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in report.optimizer.param_groups for p in group["params"]}
+    in_blocks = {name: rate for name, rate in rates.items() if name.startswith("blocks")}
+    assert set(in_blocks.values()) == {0.1 * kept}
+    assert torch.equal(wide.blocks[0].outer.weight, 2 * narrow.blocks[0].outer.weight)

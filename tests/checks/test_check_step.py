@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness import Net, act, attention, batch, channel_shuffle, conv_flatten, hidden, mlp, seq
+from exactness import Net, act, attention, batch, channel_shuffle, conv_flatten, mlp, seq
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mupscale
-from mupscale.checks import agreement as module
-from mupscale.checks.agreement import Agreement, check_agreement
+from mupscale.checks import check_step as module
+from mupscale.checks.check_step import Agreement, check_step
 from mupscale.errors import UserError
 
 VECTORS = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
@@ -23,16 +23,16 @@ VECTORS = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
 def checked(build: Callable[[int], nn.Module], call: Callable[[nn.Module], Any] | None = None, n: int = 8) -> Agreement:
     narrow, wide = build(n), build(2 * n)
     plan = mupscale.plan(narrow, wide)
-    return check_agreement(narrow, wide, plan, call or (lambda model: model(VECTORS)))
+    return check_step(narrow, wide, (), call or (lambda model: model(VECTORS)), plan)
 
 
 def test_a_right_plan_agrees_to_rounding():
     found = checked(mlp)
     assert found.exact is True
     assert 0 < found.outputs < 1e-14
-    assert found.gradients < 1e-13
+    assert found.updates < 1e-13
     assert (found.precision, found.untested, found.notes, found.first_difference) == ("float64", (), (), None)
-    assert str(found).startswith("exact: compared with the narrow model in float64, outputs agree to")
+    assert str(found).startswith("exact: a training step in float64 is that of the narrow model, outputs agree to")
 
 
 @pytest.mark.parametrize(
@@ -66,32 +66,49 @@ def test_gradients_are_compared_where_outputs_agree():
     assert exact.exact is True
     assert found.exact is False
     assert found.outputs < 1e-14
-    assert 0.5 <= found.gradients <= 2
+    assert 0.5 <= found.updates <= 2
     assert found.first_difference == "0"
-    assert "the gradient of '0.bias' differs by 100 % from that of Table 1" in found.reason
+    assert "the update of '0.bias' differs by 100 % from that of Table 1" in found.reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_any_dtype_is_compared_in_float64(dtype: torch.dtype):
-    inputs = VECTORS.to(dtype)
-
-    def build(n: int) -> nn.Module:
-        return seq(mlp(n), act(lambda x: x.float() + torch.zeros(4).to(dtype))).to(dtype)
-
-    found = checked(build, lambda model: model(inputs))
-    assert found.exact is True
-    assert found.outputs < 1e-14
-
-
-def test_a_model_that_runs_under_autocast_is_compared_in_float64():
-    def forward(s: Any, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return s.body(x)
-
+def autocast(s: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        found = checked(lambda n: Net(forward, body=mlp(n)))
-        assert torch.is_autocast_enabled("cpu")
-    assert found.exact is True
+        return s.body(x)
+
+
+def with_small_dtype(dtype: torch.dtype) -> Callable[[int], nn.Module]:
+    return lambda n: seq(mlp(n), act(lambda x: x.float() + torch.zeros(4).to(dtype))).to(dtype)
+
+
+def with_logarithm(n: int) -> nn.Module:
+    """Of perturbed parameters it is NaN."""
+    return Net(
+        lambda s, x: s.out(s.inp(x)) + torch.log(1 - (s.one - 1).abs() * 1e3),
+        inp=nn.Linear(6, n), out=nn.Linear(n, 4), one=nn.Parameter(torch.ones(4)),
+    )  # fmt: skip
+
+
+EXACT: dict[str, tuple[Callable[[int], nn.Module], Callable[[nn.Module], Any]]] = {
+    **{
+        str(dtype): (with_small_dtype(dtype), lambda model, dtype=dtype: model(VECTORS.to(dtype)))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    },
+    "autocast": (lambda n: Net(autocast, body=mlp(n)), lambda model: model(VECTORS)),
+    "a logarithm": (with_logarithm, lambda model: model(VECTORS)),
+    "a dictionary": (mlp, lambda model: {"logits": model(VECTORS), "loss": None}),
+    "a tuple": (mlp, lambda model: (out := model(VECTORS), None, [out.sum()])),
+    "a number": (mlp, lambda model: model(VECTORS).square().mean()),
+    "indices": (mlp, lambda model: (model(VECTORS).argmax(-1), model(VECTORS))),
+    "complex numbers": (mlp, lambda model: torch.complex(model(VECTORS), 2 * model(VECTORS))),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_any_dtype_and_structure_is_compared_in_float64(case: str):
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        found = checked(*EXACT[case])
+        assert torch.is_autocast_enabled("cpu") is (case == "autocast")
+    assert (found.exact, found.untested, found.updates < 1e-12) == (True, (), True)
     assert found.outputs < 1e-14
 
 
@@ -99,7 +116,7 @@ def test_a_model_that_runs_under_autocast_is_compared_in_float64():
 def memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as float32 copies of models of 8 → 16 units need, and float64 ones do not."""
 
-    def free(narrow: nn.Module, wide: nn.Module) -> Iterator[torch.dtype]:
+    def free(*_: Any) -> Iterator[torch.dtype]:
         yield torch.float32
 
     monkeypatch.setattr(module, "_precisions", free)
@@ -121,11 +138,11 @@ def test_in_float32_ten_times_the_rounding_is_allowed(dtype: torch.dtype):
 def test_the_precision_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     narrow, wide = mlp(8), mlp(16)
     sizes = [sum(p.numel() for p in model.parameters()) for model in (narrow, wide)]
-    in_float64 = 8 * (2 * sizes[1] + 3 * sizes[0])
-    in_float32 = 8 * sizes[1] + (8 + 24) * sizes[0]
+    in_float64 = 8 * (3 * sizes[1] + 4 * sizes[0])
+    in_float32 = 4 * 3 * sizes[1] + (4 * 4 + 24) * sizes[0]
     for free, wanted in ((2 * in_float64, "float64"), (2 * in_float64 - 2, "float32"), (2 * in_float32 - 2, None)):
         monkeypatch.setattr(module, "free_bytes", lambda device, free=free: free)
-        found = check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(VECTORS))
+        found = check_step(narrow, wide, (), lambda model: model(VECTORS), mupscale.plan(narrow, wide))
         assert (found.precision if found.exact else None) == wanted
     assert found.exact is None
     assert str(found).startswith("not checked: copies of both models do not fit into half of the free memory")
@@ -145,20 +162,29 @@ def test_what_only_training_uses_is_tested_there():
     assert wrong.exact is False
 
 
-def test_random_numbers_of_training_are_a_note():
-    def dropped(s: Any, x: Tensor) -> Tensor:
-        return s.out(F.dropout(s.inp(x), 0.5, s.training))
+@pytest.mark.parametrize(
+    ("middle", "words"),
+    [
+        (lambda s, h: F.dropout(h, 0.5, s.training), "exact apart from random numbers: "),
+        (lambda s, h: h + 0.1 * torch.randn_like(h), "exact apart from random numbers: "),
+        (lambda s, h: s.drop(h), "exact apart from dropout: "),
+        (lambda s, h: h * s.drop(torch.ones(5, 1)), "exact: "),
+        (lambda s, h: h + torch.randn(5, 1), "exact: "),
+        (lambda s, h: h * torch.rand(5, 1, generator=GENERATOR), "exact: "),
+    ],
+)
+def test_random_numbers_are_replayed(middle: Callable[..., Tensor], words: str):
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.out(middle(s, s.inp(x)))
 
-    def build(n: int) -> nn.Module:
-        return Net(dropped, inp=nn.Linear(6, n), out=nn.Linear(n, 4))
+    parts = {"drop": nn.Dropout(0.5)} if "drop" in middle.__code__.co_names else {}
+    found = checked(lambda n: Net(forward, inp=nn.Linear(6, n), out=nn.Linear(n, 4), **parts))
+    assert bool(found.settled) is (words == "exact: " and "drop" in parts)
+    assert (found.exact, found.notes) == (True, ())
+    assert str(found).startswith(words)
 
-    assert checked(build).notes[0].startswith("in training mode the model draws random numbers outside of dropout")
-    assert checked(lambda n: hidden(n, nn.Dropout(0.5))).notes == ()
 
-    def same_draw(s: Any, x: Tensor) -> Tensor:
-        return s.body(x + torch.randn(6))
-
-    assert checked(lambda n: Net(same_draw, body=mlp(n))).notes == ()
+GENERATOR = torch.Generator().manual_seed(1)
 
 
 def test_nothing_of_the_caller_changes():
@@ -177,7 +203,7 @@ def test_nothing_of_the_caller_changes():
     narrow.body[0].weight.grad = torch.ones(8, 6)
     inputs, before = VECTORS.clone(), copy.deepcopy((narrow.state_dict(), wide.state_dict()))
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    found = check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(inputs))
+    found = check_step(narrow, wide, (), lambda model: model(inputs), mupscale.plan(narrow, wide))
     assert found.exact is True
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
@@ -189,31 +215,6 @@ def test_nothing_of_the_caller_changes():
     assert [module.training for module in narrow.body] == [True, False, True]
     assert not narrow.body[2].weight.requires_grad
     assert torch.equal(inputs, VECTORS)
-
-
-def test_where_perturbed_parameters_give_nan_the_given_ones_are_used():
-    def forward(s: Any, x: Tensor) -> Tensor:
-        return s.out(s.inp(x)) + torch.log(1 - (s.one - 1).abs() * 1e3)
-
-    found = checked(lambda n: Net(forward, inp=nn.Linear(6, n), out=nn.Linear(n, 4), one=nn.Parameter(torch.ones(4))))
-    assert found.exact is True
-    assert found.outputs < 1e-14
-
-
-@pytest.mark.parametrize(
-    "returns",
-    [
-        lambda out: {"logits": out, "loss": None},
-        lambda out: (out, None, [out.sum()]),
-        lambda out: out.square().mean(),
-        lambda out: (out.argmax(-1), out),
-        lambda out: torch.complex(out, 2 * out),
-    ],
-)
-def test_any_structure_may_be_returned(returns: Callable[[Tensor], Any]):
-    found = checked(mlp, lambda model: returns(model(VECTORS)))
-    assert found.exact is True
-    assert (found.untested, found.gradients < 1e-12) == ((), True)
 
 
 BATCHES = iter(torch.randn(100, 5, 6))
@@ -249,7 +250,7 @@ def test_a_wrapped_model_is_refused_with_the_remedy():
         with pytest.raises(
             UserError, match=r"Give narrow\.module and wide\.module, and wrap the wide model afterwards"
         ):
-            check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(VECTORS))
+            check_step(narrow, wide, (), lambda model: model(VECTORS), mupscale.plan(narrow, wide))
     finally:
         torch.distributed.destroy_process_group()
 
