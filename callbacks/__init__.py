@@ -1,1 +1,1 @@
-"""Callbacks: upscaling in the middle of a run, and the curves that show it."""
+"""Callbacks: growth in the middle of a run, and the curves that show it."""

@@ -4,6 +4,7 @@ The process fills torch's caches of compiled code on disk. The first step after 
 only traces the network: a second, in the place of ten or more. If anything goes wrong in it, that step compiles.
 """
 
+import copy
 import ctypes
 import os
 import pickle
@@ -14,15 +15,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from mupscale._torch import is_compiled_in_place, tree_map
-from mupscale.checks.recording import generators_kept
-from mupscale.models._lightning import make_alike
-from mupscale.models.base import Growable
-from mupscale.models.checkpoint import Size
+from mupscale.models.base import without_log
+from mupscale.widening.write import parameters_on_meta
 
 PROGRAM = """
 import sys
@@ -43,21 +42,20 @@ NICE = 10
 """The process gives way to the run, by so much."""
 
 
-def start_compiling(trainer: Trainer, module: Growable, size: Size, batch: Any) -> subprocess.Popen[bytes] | None:
-    """A process that compiles a module at a size for batches like this one; None if it cannot be started."""
+def start_compiling(
+    trainer: Trainer, module: LightningModule, alike: LightningModule, batch: Any
+) -> subprocess.Popen[bytes] | None:
+    """A process that compiles `alike`, the coming module without its network; None if it cannot be started."""
     try:
-        with generators_kept([]):
-            alike = make_alike(module, {"init_from": None})
-        assert isinstance(alike, Growable)
-        # of no use, and maybe not to pickle
-        alike.optimizer_callable, alike.lr_scheduler_callable = torch.optim.SGD, None
+        precision = copy.copy(trainer.precision_plugin)
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(precision).pop(name, None)  # it has the module of the run
         request = {
             "module": alike,
-            "size": size,
             "batch": tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, batch),
             "device": module.device,
             "memory": int(SHARE * torch.cuda.mem_get_info(module.device)[0]) if module.device.type == "cuda" else 0,
-            "precision": trainer.precision_plugin,
+            "precision": precision,
             "matmul_precision": torch.get_float32_matmul_precision(),
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
             "is_deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -89,8 +87,7 @@ def compile_request(request: bytes) -> None:
 
 
 def compile_step(
-    module: Growable,
-    size: Size,
+    module: LightningModule,
     batch: Any,
     device: torch.device,
     memory: int,
@@ -107,17 +104,17 @@ def compile_step(
     torch.set_float32_matmul_precision(matmul_precision)
     torch.backends.cudnn.benchmark = cudnn_benchmark
     torch.use_deterministic_algorithms(is_deterministic)
-    with precision.module_init_context():
-        net = module.rebuild(*size, meta=True)
-    keep_one_of_each(net)
-    net.to_empty(device=device)
+    with precision.module_init_context(), parameters_on_meta():
+        module.configure_model()
+    keep_one_of_each(module)
+    module.to_empty(device=device)
     with torch.no_grad():
-        for tensor in (*net.parameters(), *net.buffers()):
+        for tensor in (*module.parameters(), *module.buffers()):
             tensor.zero_()
-    module.to(device)
     batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
-    with precision.train_step_context(), torch.enable_grad():
-        loss = module.loss(batch)
+    with precision.train_step_context(), torch.enable_grad(), without_log(module):
+        returned: Any = module.training_step(batch, 0)
+    loss = returned["loss"] if isinstance(returned, dict) else returned
     loss.backward()
 
 

@@ -2,25 +2,38 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
-from mupscale.callbacks.strides import Strides, steps_to
+from mupscale.callbacks.captured_steps import has_foreign_hooks
+from mupscale.callbacks.losses import count_flops
 from mupscale.callbacks.tensorboard import log_lengths, log_scalars, tag_in, truncate_logs
 from mupscale.errors import UserError
 from mupscale.flops import LOGGED
-from mupscale.models._lightning import accumulates, is_logged_in_training, log_interval, update_callback_metrics
-from mupscale.models.base import Growable, returned_loss, samples_in, tensors_in
-from mupscale.models.checkpoint import Width
-from mupscale.models.quiet_step import count_flops
+from mupscale.models._lightning import (
+    accumulates,
+    callbacks_of,
+    is_logged_in_training,
+    log_interval,
+    logs_this_step,
+    rates_of,
+    steps_logged,
+    update_callback_metrics,
+)
+from mupscale.models.base import returned_loss, samples_in, tensors_in
+from mupscale.models.checkpoint import Size, Width, size_of
 
 _AXES = {"samples": 1, "flops": LOGGED}
 """What the further axes count, and in which unit: samples (or tokens), and 10⁶ floating-point operations."""
@@ -33,7 +46,7 @@ _MOST_RECENT = 1000
 """Batches after which a run that does not log looks at its losses."""
 
 
-class Curves(Strides):
+class Curves(Callback):
     """Logs loss, width and throughput every `trainer.log_every_n_steps` optimizer steps, on every logger.
 
     The logged loss is the mean over the steps since the last log; losses of single steps vary with the batch. Other
@@ -72,8 +85,12 @@ class Curves(Strides):
         self._backward: Tensor | float = 0.0
         self._recent: list[tuple[int, Width | None, Tensor]] = []  # since the last check: launches no kernel
         self._step = 0
+        self.loss: Tensor | None = None
+        """Of the last batch."""
         self._is_bad = False
         self._lacks_loss = False
+        self._late: LateLog | None = None
+        self._may_be_late = False
 
     @property
     def spent(self) -> dict[str, float]:
@@ -87,14 +104,20 @@ class Curves(Strides):
             self._spent["flops"] += count()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"spent": dict(self.spent), "sum": float(self._sum), "count": self._count}
+        total = self._sum if isinstance(self._sum, Tensor) and self._sum.is_cuda else float(self._sum)
+        late = None if self._late is None else self._late.state_dict()
+        return {"spent": dict(self.spent), "sum": total, "count": self._count, "late": late}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._spent, self._uncounted = dict(state_dict["spent"]), None
-        self._sum, self._count = no_loss() + state_dict["sum"], state_dict["count"]
+        self._sum, self._count = no_loss() + float(state_dict["sum"]), state_dict["count"]
+        self._late = None if state_dict.get("late") is None else LateLog(**state_dict["late"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._check(trainer, pl_module)
+        if self.stop_on_nan:
+            self._write_late(trainer)
+        if self.stop_on_nan or not self._may_be_late:  # to wait for the device would take longer than to save
+            self._check(trainer, pl_module)
         if trainer.world_size > 1 and self._count:
             # that of all ranks: the number of them may be another one when the run is resumed
             checkpoint["callbacks"][self.state_key]["sum"] = self._mean(trainer, pl_module) * self._count
@@ -109,13 +132,14 @@ class Curves(Strides):
             truncate_logs(trainer, checkpoint["callbacks"].get(self.state_key, {}))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not (pl_module.automatic_optimization or isinstance(pl_module, Growable)):  # it need not return a loss
+        if not pl_module.automatic_optimization:  # it need not return a loss
             # of this object only: steps with such a hook are neither captured nor stacked
             self.on_before_backward = self._add_backward  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._peak = peak_flops(pl_module.device)
         self._step = trainer.global_step
+        self._may_be_late = pl_module.device.type == "cuda" and trainer.world_size == 1 and not is_awaited(trainer)
         self._mark = time.perf_counter(), trainer.global_step, self.spent["samples"], self.spent["flops"]
 
     def _add_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -127,18 +151,22 @@ class Curves(Strides):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        spent, kind = self.spent, flops_kind(pl_module, batch)
-        spent["samples"] += samples_of(pl_module, batch) * trainer.world_size
-        if isinstance(pl_module, Growable) and kind not in self._flops:
-            # takes a while: the first step after a growth does not wait for it
+        self._write_late(trainer)
+        losses = losses_of_block(outputs)
+        steps = 1 if losses is None else len(losses)
+        spent, size, samples = self.spent, size_of(pl_module), samples_of(pl_module, batch)
+        kind = flops_kind((str(size), count_parameters(pl_module, trainer.optimizers)), samples, batch)
+        spent["samples"] += samples * steps * trainer.world_size
+        if kind not in self._flops and steps == 1:  # takes a while: the first step after a growth does not wait for it
             self._uncounted = partial(self._batch_flops, trainer, pl_module, batch, batch_idx, kind)
         else:
-            spent["flops"] += self._batch_flops(trainer, pl_module, batch, batch_idx, kind)
-        loss = self._loss_of_step(pl_module, outputs)
-        if loss is not None:
-            self._sum = self._sum + loss
-            self._count += 1
-            self._recent.append((self._step, width_of(pl_module), loss))
+            spent["flops"] += self._batch_flops(trainer, pl_module, batch, batch_idx, kind) * steps
+        loss = self.loss = self._loss_of_step(pl_module, outputs)
+        taken = loss if losses is None else losses
+        if taken is not None:
+            self._sum = self._sum + (taken if losses is None else losses.double().sum())
+            self._count += steps
+            self._recent.append((self._step, None if size is None else size.width, taken))
         self._step = trainer.global_step
         if (
             trainer.global_step != self._mark[1]
@@ -146,36 +174,18 @@ class Curves(Strides):
             and log_interval(trainer)
             and trainer.global_step % log_interval(trainer) == 0
         ):
-            self._log(trainer, pl_module)
+            self._log(trainer, pl_module, size)
         elif len(self._recent) >= _MOST_RECENT or (loss is not None and self._sees_bad_loss(trainer, loss)):
             self._check(trainer, pl_module)
 
-    def stride(self, trainer: Trainer, step: int) -> float:
-        every = log_interval(trainer)
-        return steps_to(every, step) if every else _MOST_RECENT
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_late(trainer)
 
-    def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
-        spent, kind = self.spent, flops_kind(pl_module, batch)
-        spent["samples"] += samples_of(pl_module, batch) * len(losses)
-        spent["flops"] += self._batch_flops(trainer, pl_module, batch, 0, kind) * len(losses)
-        total = float(self._sum)
-        for loss in losses:
-            total += loss
-        self._sum = no_loss() + total
-        self._count += len(losses)
-        if not all(map(math.isfinite, losses)):
-            for step, loss in enumerate(losses, self._step):
-                self._recent.append((step, width_of(pl_module), torch.tensor(loss, dtype=torch.float64)))
-        self._step = trainer.global_step
-        if log_interval(trainer) and trainer.global_step % log_interval(trainer) == 0:
-            self._log(trainer, pl_module)
-        else:
-            self._check(trainer, pl_module)
-
-    def on_scores(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_validation_end(trainer, pl_module)
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_late(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_late(trainer)
         self._check(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -183,23 +193,25 @@ class Curves(Strides):
             metrics = {
                 name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
             }
-            self._log_by_cost(trainer, metrics)
+            self._log_by_cost(trainer, metrics, self.spent)
 
     def _loss_of_step(self, module: LightningModule, outputs: Any) -> Tensor | None:
         """The loss of a batch; without one, the sum of those that manual optimization gave to its backward passes."""
-        if isinstance(module, Growable):
-            return module.loss_of_step(outputs)
         backward, self._backward = self._backward, 0.0
         loss = returned_loss(module, outputs)
         return backward if loss is None and isinstance(backward, Tensor) else loss
 
-    def _log(self, trainer: Trainer, module: LightningModule) -> None:
-        values = {}
-        if isinstance(module, Growable):
-            values["width"] = width_number(module.width)
-            layers = module.size.layers
-            if layers is not None:
-                values["layers"] = float(sum(layers) if isinstance(layers, list) else layers)
+    def _log(self, trainer: Trainer, module: LightningModule, size: Size | None) -> None:
+        values: dict[str, float] = {}
+        if size is not None:
+            values["width"] = width_number(size.width)
+            if size.layers is not None:
+                values["layers"] = float(sum(size.layers) if isinstance(size.layers, list) else size.layers)
+        if self._count and self._may_be_late:
+            mean = self._sum / self._count
+            self._late = LateLog(trainer.global_step, values, dict(self.spent), mean, self._recent)
+            self._sum, self._count, self._recent = no_loss(), 0, []
+            return
         if self._count:
             loss = self._mean(trainer, module)
             self._report(trainer, loss)
@@ -211,14 +223,29 @@ class Curves(Strides):
             self._lacks_loss = True
             rank_zero_warn(
                 f"{type(module).__name__}.training_step returned no loss since the last log: train/loss is not "
-                "logged. Return the loss, or set self.train_loss",
+                "logged. Return the loss",
                 stacklevel=2,
             )
-        throughput = self._throughput(trainer)
-        step = trainer.global_step - 1  # the step whose loss this is, counted from 0
+        self._write(trainer, values, trainer.global_step, self.spent)
+
+    def _write_late(self, trainer: Trainer) -> None:
+        """Writes the log that waits for its loss."""
+        if self._late is None:
+            return
+        late, self._late = self._late, None
+        loss = late.arrived()
+        recent, self._recent = self._recent, late.recent
+        self._report(trainer, loss)
+        self._recent = recent
+        update_callback_metrics(trainer, {"train/loss": torch.tensor(loss)})
+        self._write(trainer, {"train/loss": loss, **late.values}, late.step, late.spent)
+
+    def _write(self, trainer: Trainer, values: dict[str, float], step: int, spent: dict[str, float]) -> None:
+        throughput = self._throughput(trainer, step, spent)
         for logger in trainer.loggers:
-            logger.log_metrics({**values, **throughput}, step=step)
-        self._log_by_cost(trainer, values)
+            # the step whose loss this is, counted from 0
+            logger.log_metrics({**values, **throughput}, step=step - 1)
+        self._log_by_cost(trainer, values, spent)
 
     def _sees_bad_loss(self, trainer: Trainer, loss: Tensor) -> bool:
         """Whether a loss is not finite, where that can be seen without waiting for a device or for other processes."""
@@ -252,9 +279,9 @@ class Curves(Strides):
                 rank_zero_warn(f"{describe_loss(found)}. --stop_on_nan ends a run there", stacklevel=2)
         self._recent.clear()
 
-    def _throughput(self, trainer: Trainer) -> dict[str, float]:
+    def _throughput(self, trainer: Trainer, now_at: int, spent: dict[str, float]) -> dict[str, float]:
         now, step, samples, flops = self._mark
-        self._mark = time.perf_counter(), trainer.global_step, self.spent["samples"], self.spent["flops"]
+        self._mark = time.perf_counter(), now_at, spent["samples"], spent["flops"]
         seconds = max(self._mark[0] - now, 1e-9)
         rate = (self._mark[3] - flops) / seconds / trainer.world_size
         values = {
@@ -270,28 +297,91 @@ class Curves(Strides):
     def _batch_flops(
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, kind: tuple[Any, ...]
     ) -> float:
-        """Of all ranks. NaN if they cannot be counted; the sum of all is NaN from then on."""
+        """Counts the FLOPs of a batch on all ranks; NaN if that fails, as the sum of all is from then on."""
         if math.isnan(self._spent["flops"]):
             return math.nan
         if kind not in self._flops:
             try:
-                if isinstance(module, Growable):
-                    self._flops[kind] = module.training_flops(batch)
-                else:
-                    self._flops[kind] = count_flops(trainer, module, batch, batch_idx)
+                self._flops[kind] = count_flops(trainer, module, batch, batch_idx)
             except UserError as error:
                 rank_zero_warn(f"the run has no curves against FLOPs: {error}", stacklevel=2)
                 return math.nan
         return self._flops[kind] * trainer.world_size
 
-    def _log_by_cost(self, trainer: Trainer, values: dict[str, float]) -> None:
+    def _log_by_cost(self, trainer: Trainer, values: dict[str, float], spent: dict[str, float]) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):  # other loggers want one axis for all
                 for axis, unit in _AXES.items():
-                    if math.isnan(self.spent[axis]):
+                    if math.isnan(spent[axis]):
                         continue
                     tagged = {tag_in(logger, f"by_{axis}/{name}"): value for name, value in values.items()}
-                    log_scalars(logger, tagged, int(self.spent[axis] / unit))
+                    log_scalars(logger, tagged, int(spent[axis] / unit))
+
+
+class RateMonitor(LearningRateMonitor):
+    """A LearningRateMonitor that keeps rates on the host: a copy to a GPU would wait for its steps under way."""
+
+    _names: tuple[Any, list[str]] | None = None
+    """An optimizer, and the names of the rates of its groups."""
+
+    def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
+        if self.logging_interval == "epoch" or not logs_this_step(trainer):
+            return
+        rates = self._rates(trainer)
+        for logger in trainer.loggers:
+            logger.log_metrics(rates, step=steps_logged(trainer))
+        update_callback_metrics(trainer, {name: torch.tensor(rate) for name, rate in rates.items()})
+
+    def _rates(self, trainer: Trainer) -> dict[str, float]:
+        optimizer = trainer.optimizers[0]
+        if self._names is None or self._names[0] is not optimizer:
+            self._names = optimizer, list(rates_of(self, trainer))
+        names = self._names[1]
+        if len(trainer.optimizers) > 1 or len(names) != len(optimizer.param_groups):
+            return rates_of(self, trainer)
+        return dict(zip(names, (float(group["lr"]) for group in optimizer.param_groups), strict=True))
+
+
+@dataclass
+class LateLog:
+    """Holds the values to log of a step whose mean loss is being copied from the device while further steps begin.
+
+    To wait for it would leave the device without work until the next step is launched.
+    """
+
+    step: int
+    values: dict[str, float]
+    spent: dict[str, float]
+    loss: Tensor
+    recent: list[tuple[int, Width | None, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._copy = self.loss
+        self._event: torch.cuda.Event | None = None
+        if self.loss.is_cuda:
+            self._copy = torch.empty(self.loss.shape, dtype=self.loss.dtype, pin_memory=True)
+            self._copy.copy_(self.loss, non_blocking=True)
+            self._event = torch.cuda.current_stream(self.loss.device).record_event()
+
+    def arrived(self) -> float:
+        """Returns the loss; waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "values": dict(self.values), "spent": dict(self.spent), "loss": self.loss}
+
+
+def is_awaited(trainer: Trainer) -> bool:
+    """Whether something may look at `train/loss` right after the step whose log it is in."""
+    names = (getattr(callback, name, None) for callback in callbacks_of(trainer) for name in ("monitor", "filename"))
+    return has_foreign_hooks(trainer) or any("train/" in str(name) for name in names)
+
+
+def losses_of_block(outputs: Any) -> Tensor | None:
+    """The losses of the steps of a block of captured steps; None of a single step."""
+    return outputs.get("losses") if isinstance(outputs, dict) else None
 
 
 def no_loss() -> Tensor:
@@ -308,10 +398,11 @@ class NonFiniteLoss(UserError):
 
 
 def first_bad(recent: Sequence[tuple[int, Width | None, Tensor]]) -> tuple[int, Width | None, float] | None:
-    """Of losses on their device, the step, the width and the loss of the first that is not finite; waits for it."""
-    losses = torch.stack([loss.float() for _, _, loss in recent]).tolist() if recent else []
-    rows = zip(recent, losses, strict=True)
-    return next(((step, width, loss) for (step, width, _), loss in rows if not math.isfinite(loss)), None)
+    """Finds the first loss that is not finite: its step, width and value. Waits for the device."""
+    losses = torch.cat([loss.float().reshape(-1) for _, _, loss in recent]).tolist() if recent else []
+    steps = ((step + index, width) for step, width, loss in recent for index in range(loss.numel()))
+    rows = zip(steps, losses, strict=True)
+    return next(((step, width, loss) for (step, width), loss in rows if not math.isfinite(loss)), None)
 
 
 def describe_loss(bad: tuple[int, Width | None, float]) -> str:
@@ -320,20 +411,23 @@ def describe_loss(bad: tuple[int, Width | None, float]) -> str:
     return f"the training loss is {loss} at step {step} (the first step is 0){at_width}"
 
 
-def flops_kind(module: LightningModule, batch: Any) -> tuple[Any, ...]:
+def flops_kind(size: Hashable, samples: int, batch: Any) -> tuple[Any, ...]:
     """Equal for batches that take equally many operations: the size of the module, and the shapes."""
-    is_ours = isinstance(module, Growable)
-    size = str(module.size) if is_ours else str(sum(parameter.numel() for parameter in module.parameters()))
-    return size, samples_of(module, batch), *(tensor.shape for tensor in tensors_in(batch))
+    return size, samples, *(tensor.shape for tensor in tensors_in(batch))
+
+
+def count_parameters(module: LightningModule, optimizers: Sequence[Optimizer]) -> int:
+    """Counts what the optimizers train, which grows with the module: to walk a module takes many calls at every step.
+
+    Without optimizers it is walked.
+    """
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    return sum(map(Tensor.numel, chain.from_iterable(groups or [module.parameters()])))
 
 
 def samples_of(module: LightningModule, batch: Any) -> int:
     own = getattr(module, "batch_size", None)  # which `samples_in` asks for where there is no tensor
     return own(batch) if callable(own) else samples_in(module, batch)
-
-
-def width_of(module: LightningModule) -> Width | None:
-    return module.width if isinstance(module, Growable) else None
 
 
 def width_number(width: int | list[int]) -> float:

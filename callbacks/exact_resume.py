@@ -21,27 +21,20 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torchmetrics import Metric
 
-from mupscale._torch import tree_map
 from mupscale.callbacks.swap import generators_of
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.data_files import interpreting
-from mupscale.models._lightning import callbacks_in, callbacks_of, place_in_data, set_callbacks, update_callback_metrics
+from mupscale.models._lightning import (
+    accumulates,
+    callbacks_in,
+    callbacks_of,
+    logs_this_step,
+    place_in_data,
+    set_callbacks,
+    update_callback_metrics,
+)
 from mupscale.models.checkpoint import RUN_KEY
-
-LOG_ARGUMENTS = (
-    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute",
-)  # fmt: skip
-"""Arguments of `self.log` that Lightning keeps, apart from the reduction."""
-
-REDUCTIONS: dict[str, Any] = {
-    **{f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "min", "max")},
-    "sum": sum,
-    "min": min,
-    "max": max,
-}
-"""What `self.log` takes as `reduce_fx`."""
 
 
 class ExactResume(Callback):
@@ -52,8 +45,9 @@ class ExactResume(Callback):
     A checkpoint is often written before its step is complete. Lightning omits the rest of that step in the resumed run
     (validation, plateau schedulers, the end of the epoch); this callback catches up on it.
 
-    Its saved state: for every rank, the random number generators, its place in the training data, and what `self.log`
-    has collected in the epoch; the metrics that schedulers and callbacks monitor; and whether the run is finished.
+    Its saved state: for every rank, the random number generators and its place in the training data; what `self.log`
+    has still to log of a step or an epoch; the metrics that schedulers and callbacks monitor; and whether the run is
+    finished.
     """
 
     def __init__(self) -> None:
@@ -80,14 +74,14 @@ class ExactResume(Callback):
         assert trainer is not None
         data, state = training_data(trainer), rng_state(trainer.strategy.root_device)
         place = None if data is None else data.place()
-        generators = [{**state, "data": place, "logged": logged_state(trainer)}]
+        generators = [{**state, "data": place}]
         if trainer.world_size > 1:
             generators *= trainer.world_size
             torch.distributed.all_gather_object(generators, generators[0])
-        metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
         return {
             "generators": generators,
-            "metrics": metrics,
+            "metrics": on_host(trainer.callback_metrics),
+            "to_log": on_host(values_to_log(trainer)),
             "should_stop": trainer.should_stop,
             "finished": self.finished,
             "failed": self.failed,
@@ -101,7 +95,8 @@ class ExactResume(Callback):
         with interpreting("ExactResume in the checkpoint"):
             self.loaded = {key: state_dict[key] for key in ("should_stop", "finished")}
             self.loaded["generators"] = [dict(generators) for generators in state_dict["generators"]]
-            self.loaded["metrics"] = {name: torch.as_tensor(value) for name, value in state_dict["metrics"].items()}
+            for key in ("metrics", "to_log"):
+                self.loaded[key] = {name: torch.as_tensor(value) for name, value in state_dict[key].items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         loops = checkpoint.get("loops", {}).get("fit_loop", {})
@@ -118,13 +113,11 @@ class ExactResume(Callback):
                     data.go_to(place, self.loader_states)
                 with interpreting("ExactResume in the checkpoint"):
                     set_rng_state(generators, pl_module.device)
-                if "logged" in generators:
-                    restore_logged(trainer, generators["logged"])
             metrics = {name: value.to(pl_module.device) for name, value in self.loaded["metrics"].items()}
             update_callback_metrics(trainer, metrics)
             trainer.should_stop = self.loaded["should_stop"] and not self.loaded["finished"]
-            self.loaded = None
-            finish_loaded_step(trainer)
+            to_log, self.loaded = self.loaded["to_log"], None
+            finish_loaded_step(trainer, to_log)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.failed = True  # what is saved from here on may be of the middle of a step
@@ -154,19 +147,24 @@ class TrainingData(CombinedLoader):
     begin: dict[str, Any] | None = None
     """The random numbers before the epoch."""
     ahead: dict[str, Any] | None = None
-    """Those before a batch that is fetched ahead."""
+    """The random numbers before a batch that is fetched ahead."""
+    drawn = 0
+    """The batches since `begin`. Lightning counts from zero in a run that is extended in the middle of an epoch."""
 
     def __iter__(self) -> Any:
         self.begin = None if all(isinstance(loader, _Stateful) for loader in self.flattened) else self.numbers()
         super().__iter__()
         self.is_sized = sized_len(self) is not None
+        self.drawn = 0
         return self
 
     def __next__(self) -> Any:
         if not self.is_sized:
             self.states_before = copy.deepcopy(super()._state_dicts())
             self.ahead = self.numbers()
-        return super().__next__()
+        batch = super().__next__()
+        self.drawn += 1
+        return batch
 
     @property
     def is_ahead(self) -> bool:
@@ -174,13 +172,14 @@ class TrainingData(CombinedLoader):
         return bool(getattr(self.trainer.fit_loop._data_fetcher, "batches", []))
 
     def place(self) -> dict[str, Any]:
-        """As tensors and primitives."""
-        return {"begin": self.begin, "ahead": self.ahead if self.is_ahead else None, "own": self.own_numbers()}
+        """Returns its place as tensors and primitives."""
+        ahead = self.ahead if self.is_ahead else None
+        return {"begin": self.begin, "ahead": ahead, "own": self.own_numbers(), "drawn": self.drawn - self.is_ahead}
 
     def go_to(self, place: dict[str, Any], loader_states: list[dict[str, Any]]) -> None:
         """Continues at a place that was saved. Leaves the global random numbers in any state."""
         self.warn_of_workers()
-        begin, taken = place["begin"], place_in_data(self.trainer).position
+        begin, taken = place["begin"], place["drawn"]
         if is_between_epochs(self.trainer):
             if self.is_sized and loader_states:
                 self.end_epoch(loader_states)
@@ -203,7 +202,7 @@ class TrainingData(CombinedLoader):
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
             self.set_numbers(begin)
             self.draw_again(taken, place["ahead"])
-        self.begin = begin
+        self.begin, self.drawn = begin, taken + self.is_ahead
         self.set_own_numbers(place["own"])
 
     def end_epoch(self, states: list[dict[str, Any]]) -> None:
@@ -327,8 +326,11 @@ def integers(tensor: Tensor) -> list[int]:
 # --- the step of a checkpoint
 
 
-def finish_loaded_step(trainer: Trainer) -> None:
-    """Finishes the step in which the loaded checkpoint was written, and leaves the loops between two steps."""
+def finish_loaded_step(trainer: Trainer, to_log: dict[str, Tensor]) -> None:
+    """Finishes the step in which the loaded checkpoint was written, and leaves the loops between two steps.
+
+    `to_log` is what `values_to_log` returned at that moment.
+    """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     # or plateau schedulers are passed over at the end of this epoch, for want of the metrics restored here
     fit._restarting = False
@@ -341,7 +343,7 @@ def finish_loaded_step(trainer: Trainer) -> None:
         if fit.resumed_on_epoch_end:
             if loop._num_ready_batches_reached():
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-            log_epoch(trainer)
+            log_epoch(trainer, to_log)
         return
     if fit.restarted_mid_epoch and (loop.restarted_on_train_batch_end or loop.restarted_on_last):
         # as at the end of a validation, if it was written before, at the end of the batch
@@ -353,7 +355,8 @@ def finish_loaded_step(trainer: Trainer) -> None:
                 for count in (epochs.total, epochs.current):  # Lightning has counted it as over
                     count.processed -= 1
                     count.completed -= 1
-            log_step(trainer)
+            if not accumulates(trainer) and logs_this_step(trainer):
+                trainer._logger_connector.log_metrics(to_log)
         loop.reset_restart_stage()
         loop.val_loop.restarting = False
         loop._skip_next_val = validated
@@ -370,7 +373,7 @@ def finish_loaded_step(trainer: Trainer) -> None:
     elif fit.restarted_on_epoch_end:
         if loop._num_ready_batches_reached():
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        log_epoch(trainer)
+        log_epoch(trainer, to_log)
         fit.epoch_progress.increment_completed()
         fit.reset_restart_stage()
     elif fit.restarted_on_epoch_start:
@@ -382,87 +385,24 @@ def finish_loaded_step(trainer: Trainer) -> None:
     loop.reset_restart_stage()
 
 
-# --- what `self.log` has logged
+# --- what `self.log` has still to log
 
 
-def logged_state(trainer: Trainer) -> dict[str, Any]:
-    """What `self.log` has collected in this epoch of training, and metric objects of the module, for a checkpoint."""
-    values = [
-        {
-            "arguments": {
-                **{name: getattr(metric.meta, name) for name in LOG_ARGUMENTS},
-                "sync_dist": metric.meta.sync.should,
-                "rank_zero_only": metric.meta.sync.rank_zero_only,
-            },
-            "reduction": next(name for name, function in REDUCTIONS.items() if function is metric.meta.reduce_fx),
-            "value": metric.value if metric.is_tensor else None,  # else an object, among the metrics of the module
-            "count": getattr(metric, "cumulated_batch_size", None),
-            "of_step": metric._forward_cache,
-            "is_reset": metric.has_reset,
-        }
-        for metric in trainer.fit_loop.epoch_loop._results.values()
-        if metric.meta.sync.group is None
-    ]
-    # at the end of a validation its metrics are not reset yet; the resumed run does not repeat it
-    validated = {id(metric.value) for metric in trainer.fit_loop.epoch_loop.val_loop._results.values()}
-    metrics = {
-        name: {"state": metric.metric_state, "updates": metric.update_count}
-        for name, metric in trainer.lightning_module.named_modules()
-        if isinstance(metric, Metric) and metric.update_called and id(metric) not in validated
-    }
-    return {"values": values, "metrics": metrics}
+def values_to_log(trainer: Trainer) -> dict[str, Any]:
+    """The values of `self.log` that Lightning logs after the hooks at the end of a step, or of an epoch."""
+    if not trainer.training:
+        return {}  # those of the step are logged before a validation
+    of_step = trainer._logger_connector._first_loop_iter is not None
+    return trainer.fit_loop.epoch_loop._results.metrics(of_step)["log"]
 
 
-def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Restores what `logged_state` returned."""
-    module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
-    objects = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
-    for saved in tree_map(lambda x: x.to(module.device) if isinstance(x, Tensor) else x, state["values"]):
-        arguments, value, count = saved["arguments"], saved["value"], saved["count"]
-        if value is None and arguments["metric_attribute"] not in objects:
-            continue  # the code of the model has changed
-        results.log(
-            value=objects[arguments["metric_attribute"]] if value is None else value,
-            reduce_fx=REDUCTIONS[saved["reduction"]],
-            sync_dist_fn=trainer.strategy.reduce,
-            batch_size=1,
-            **arguments,
-        )
-        metric = results[f"{arguments['fx']}.{arguments['name']}"]
-        metric._forward_cache, metric.has_reset = saved["of_step"], saved["is_reset"]
-        if value is not None:
-            metric.value = value
-        if count is not None:
-            metric.cumulated_batch_size = count
-    for name in objects.keys() & state["metrics"].keys():
-        own, saved = objects[name], state["metrics"][name]
-        for key in own.metric_state:
-            setattr(own, key, saved["state"][key])
-        own._update_count = saved["updates"]
-        own.to(module.device)
-    done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    # as the loop sets it: None before the first batch of an epoch, True in it, False later
-    first = None if is_between_epochs(trainer) or not done.processed else done.processed == 1
-    trainer._logger_connector._first_loop_iter = first
+def on_host(values: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(value).detach().cpu() for name, value in values.items()}
 
 
-def log_step(trainer: Trainer) -> None:
-    """Logs what was collected in the batch in whose end a checkpoint was written, as Lightning does after it."""
-    connector = trainer._logger_connector
-    if trainer.fit_loop.epoch_loop._results:
-        connector._first_loop_iter = trainer.fit_loop.epoch_loop.batch_progress.current.ready == 1
-        connector.on_batch_end()
-        connector.update_train_step_metrics()
-
-
-def log_epoch(trainer: Trainer) -> None:
-    """Logs what was collected in the epoch in whose end a checkpoint was written, as Lightning does after it."""
-    fit, connector = trainer.fit_loop, trainer._logger_connector
-    epochs: Any = fit.epoch_progress.current
-    counted, epochs.completed = epochs.completed, epochs.processed - 1
-    connector.epoch_end_reached()
-    connector.on_epoch_end()
-    fit.epoch_loop._batches_that_stepped -= 1
-    connector.update_train_epoch_metrics()
-    fit.epoch_loop._batches_that_stepped += 1
-    epochs.completed = counted
+def log_epoch(trainer: Trainer, values: dict[str, Tensor]) -> None:
+    """Logs the values of the epoch in whose end a checkpoint was written, as Lightning does after it."""
+    fit: Any = trainer.fit_loop
+    if values:
+        step = values.pop("step", fit.epoch_loop._batches_that_stepped - 1)
+        trainer._logger_connector.log_metrics({"epoch": fit.epoch_progress.current.processed - 1, **values}, int(step))

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -9,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
-from mupscale.callbacks.curves import Curves
+from mupscale.callbacks.curves import Curves, RateMonitor
 from mupscale.callbacks.exact_resume import ExactResume
-from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.callbacks.strides import RateMonitor, Strides
+from mupscale.callbacks.growth_schedule import growth_text
+from mupscale.callbacks.run_checkpoint import RunCheckpoint, step_of
 from mupscale.callbacks.tensorboard import LossFirstLogger, delete_logs
-from mupscale.callbacks.upscale import growth_text, swaps_of
+from mupscale.callbacks.upscale import swaps_of
 from mupscale.errors import UserError
-from mupscale.models._lightning import ClockedBar
-from mupscale.models.base import Growable
+from mupscale.models._lightning import ClockedBar, callbacks_in, is_trial_run
+from mupscale.models.checkpoint import RESUME, size_of
 from mupscale.schedules import WarmupCosine, WarmupStableDecay
 
 LOG_EVERY = 10
@@ -31,9 +34,9 @@ SAVE_EVERY = 500
 
 
 def run_settings(
-    folder: str | Path, *callbacks: Callback, save_every: int = SAVE_EVERY, progress_bar: bool = True
+    folder: str | Path, *callbacks: Callback, save_every: int = SAVE_EVERY, progress_bar: bool = True, **trainer: Any
 ) -> dict[str, Any]:
-    """Arguments of a `Trainer` whose run has curves and checkpoints in `folder`, and resumes exactly.
+    """Returns arguments of a `Trainer` whose run has curves and checkpoints in `folder`, and resumes exactly.
 
     They are what `python -m mupscale fit` uses: loss, rates, samples, FLOPs and throughput in TensorBoard with the
     losses first; checkpoints that survive a crash, and one where the run is stopped; and a resume by
@@ -41,10 +44,12 @@ def run_settings(
     same call starts a run and resumes it.
 
     Args:
-        folder: The folder of this run alone.
-        callbacks: Further callbacks, such as `UpscaleCallback`; one of a kind that is added here replaces it.
+        folder: The folder of this run alone. Its checkpoints are there, whatever the logger is.
+        callbacks: Further callbacks, such as `UpscaleCallback`; one of a kind that is added here replaces it. A
+            ModelCheckpoint of your own saves beside that of the run.
         save_every: The steps between two checkpoints.
         progress_bar: Show a progress bar.
+        trainer: Further arguments of the `Trainer`, such as `logger` and `callbacks`, which take precedence.
 
     Examples:
         from mupscale.callbacks.plain import run_settings
@@ -53,32 +58,59 @@ def run_settings(
     """
     # the run continues in its folder
     warnings.filterwarnings("ignore", r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
-    given = list(callbacks)
-    if not any(isinstance(callback, ModelCheckpoint) for callback in given):
-        given.append(RunCheckpoint(filename="{step}", save_last="link", every_n_train_steps=save_every))
-    path = Path(folder)
+    path, further = Path(folder), trainer.pop("callbacks", None) or []
+    given = [*callbacks, *(further if isinstance(further, Sequence) else [further])]
+    if not any(isinstance(callback, RunCheckpoint) for callback in given):
+        checkpoint = RunCheckpoint(path / "checkpoints", "{step}", save_last="link", every_n_train_steps=save_every)
+        given.append(checkpoint)
+    logger = trainer.get("logger")
+    if logger is None or logger is True:
+        trainer["logger"] = LossFirstLogger(path.parent, path.name, "", default_hp_metric=False)
+    bar = trainer.setdefault("enable_progress_bar", progress_bar)
+    defaults = default_callbacks(given, logger=bool(trainer["logger"]), progress_bar=bar)
     return {
-        "logger": LossFirstLogger(path.parent, path.name, "", default_hp_metric=False),
-        "callbacks": [OneRun(), *default_callbacks(given, progress_bar=progress_bar), *given],
+        "default_root_dir": path,
         "log_every_n_steps": LOG_EVERY,
         "enable_model_summary": False,
-        "enable_progress_bar": progress_bar,
+        **trainer,
+        "callbacks": [RefuseUsedFolder(path), *defaults, *given],
     }
 
 
-class OneRun(Callback):
-    """Keeps a folder to one run: a new run may start only where none has a checkpoint, and removes its curves."""
+class RefuseUsedFolder(Callback):
+    """Keeps a folder to one run: a new run may start only where none has a checkpoint, and removes its curves.
+
+    When the run is interrupted, it prints where the newest checkpoint is, and how the run continues.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.ckpt_path is not None or not trainer.is_global_zero or trainer.log_dir is None:
+        if trainer.ckpt_path is not None or not trainer.is_global_zero or is_trial_run(trainer):
             return
-        found = next(Path(trainer.log_dir).glob("checkpoints/**/*.ckpt"), None)
+        found = next(self.folder.glob("checkpoints/**/*.ckpt"), None)
         if found is not None:
             raise UserError(
-                f"{trainer.log_dir} has the checkpoints of a run ({found.name}). Go on with it, "
+                f"{self.folder} has the checkpoints of a run ({found.name}). Go on with it, "
                 'fit(..., ckpt_path="last"), or name another folder for a new run'
             )
-        delete_logs(trainer)
+        delete_logs(trainer, within=self.folder)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, KeyboardInterrupt | SIGTERMException) or not trainer.is_global_zero:
+            return
+        newest = max(self.folder.glob(f"checkpoints/**/{RESUME}/step=*.ckpt"), key=step_of, default=None)
+        where = f"stopped at step {trainer.global_step}"
+        if newest is None:
+            print(f"{where}, before the first checkpoint", file=sys.stderr, flush=True)
+            return
+        print(
+            f"{where}. The newest checkpoint is {newest}. Start the same script again: "
+            'fit(..., ckpt_path="last") continues from it',
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def default_callbacks(given: Sequence[Callback], *, logger: bool = True, progress_bar: bool = True) -> list[Callback]:
@@ -87,11 +119,11 @@ def default_callbacks(given: Sequence[Callback], *, logger: bool = True, progres
     if logger:
         answer.append((LearningRateMonitor, RateMonitor(logging_interval="step")))
     if progress_bar:
-        answer.append((ProgressBar, WidthBar()))
+        answer.append((ProgressBar, GrowthProgressBar()))
     return [default for kind, default in answer if not any(isinstance(callback, kind) for callback in given)]
 
 
-class WidthBar(ClockedBar, Strides):
+class GrowthProgressBar(ClockedBar):
     """A progress bar that shows the width, the loss, and what the module logs to it, drawn once a second."""
 
     def __init__(self) -> None:
@@ -112,19 +144,18 @@ class WidthBar(ClockedBar, Strides):
             self.train_progress_bar.total = trainer.num_training_batches
             self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
 
-    def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if done == len(losses):  # of an epoch that may have begun without hooks
-            self.on_train_epoch_start(trainer, pl_module)
-        self.on_train_batch_end(trainer, pl_module, None, batch, done - 1)
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # with captured steps, `batch_idx` is that of the first one of a block
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, trainer.fit_loop.batch_idx)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        if isinstance(pl_module, Growable) and pl_module.train_loss is not None:
-            size = {key: value for key, value in pl_module.size._asdict().items() if value is not None}
-            return {**size, "loss": float(pl_module.train_loss), **metrics}
-        return metrics
+        size, loss = size_of(pl_module), last_loss(trainer)
+        metrics = metrics if loss is None else {"loss": float(loss), **metrics}
+        return metrics if size is None else {**size.arguments, **metrics}
 
 
 class Summary(Callback):
@@ -133,12 +164,12 @@ class Summary(Callback):
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         to_come = [swap for swap in swaps_of(trainer) if swap.at_step >= trainer.global_step]
-        growth = "".join(f", {swap.target.replace('=', ' ', 1)} from step {swap.at_step}" for swap in to_come)
+        growth = "".join(f", {swap.target} from step {swap.at_step}" for swap in to_come)
         print(f"step {trainer.global_step}: {type(pl_module).__name__}, {size(pl_module)}{growth}", flush=True)
         warn_of_rate_zero(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loss = pl_module.train_loss if isinstance(pl_module, Growable) else None
+        loss = last_loss(trainer)
         if loss is not None and trainer.world_size > 1:
             loss = trainer.strategy.reduce(loss, reduce_op="mean")  # of the whole batch: a rank has its share
         if not trainer.is_global_zero:
@@ -176,6 +207,12 @@ def warn_of_rate_zero(trainer: Trainer) -> None:
             )
 
 
+def last_loss(trainer: Trainer) -> Tensor | None:
+    """The training loss of the last batch, as the curves of the run have it."""
+    return next((curves.loss for curves in callbacks_in(trainer, Curves)), None)
+
+
 def size(module: LightningModule) -> str:
-    shape = f"{module.size}, " if isinstance(module, Growable) else ""
+    own = size_of(module)
+    shape = "" if own is None else f"{own}, "
     return f"{shape}{sum(parameter.numel() for parameter in module.parameters()):,} parameters"

@@ -3,37 +3,33 @@
 Uses private names of Lightning's ModelCheckpoint, as `models/_lightning.py` does of others; see tests/test_seams.py.
 """
 
-import math
 import os
 import shutil
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from mupscale.atomic import delete, partial, replacing, sync_folder
-from mupscale.callbacks.strides import Strides
+from mupscale.atomic import delete, partial, sync_folder
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
     accumulates,
-    batches_left,
     callbacks_in,
     callbacks_of,
     is_remote,
     is_trial_run,
     run_folder,
     set_callbacks,
-    steps_before_validation,
 )
 from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, run_and_step
 from mupscale.models.checkpoint_files import files_of, write_whole_files
@@ -42,7 +38,7 @@ KEPT = 2
 """How many of the newest checkpoints stay for resuming: one may be damaged."""
 
 
-class RunCheckpoint(ModelCheckpoint, Strides):
+class RunCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint that also saves at the end of a run, and keeps working after interruptions and moved folders.
 
     The options (`monitor`, `save_top_k`, `filename`, `save_weights_only`) decide which checkpoints are kept. Apart from
@@ -51,8 +47,8 @@ class RunCheckpoint(ModelCheckpoint, Strides):
 
     The last step is saved after the last validation, when the run is over. So a run with this checkpoint is finished.
 
-    Ctrl-C and SIGTERM end a run on one process after its step, with a checkpoint of that step for resuming; a second
-    one ends it at once.
+    Ctrl-C, SIGTERM and SIGHUP end a run on one process after its step, with a checkpoint of that step for resuming; a
+    second one ends it at once.
     """
 
     run: str | None = None
@@ -86,7 +82,9 @@ class RunCheckpoint(ModelCheckpoint, Strides):
         name = f"{RESUME}-{self.run[:8]}" if self.is_shared and self.run is not None else RESUME
         self.points = ResumePoints(Path(self.dirpath) / trainer.strategy.broadcast(name), self)
         if trainer.is_global_zero:
-            delete_partial_files(Path(self.dirpath), self.points.folder)
+            for folder in (Path(self.dirpath), self.points.folder):
+                for path in folder.glob(partial(folder / "*.ckpt").name):  # of a process that was killed
+                    delete(path)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # before a validation that is made up for lets other callbacks save
@@ -154,20 +152,6 @@ class RunCheckpoint(ModelCheckpoint, Strides):
             self.stop_if_asked(trainer)
         self.files.raise_error()
 
-    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        is_asked = self.stop is not None and self.stop.number is not None
-        if is_asked or self.files.has_failed or self._train_time_interval is not None:
-            return 0
-        every = self._every_n_train_steps
-        by_steps = every - 1 - trainer.global_step % every if every >= 1 else math.inf
-        if self._defer_save_until_validation:
-            return min(by_steps, steps_before_validation(trainer))
-        if self._every_n_epochs < 1:
-            return by_steps
-        if (trainer.current_epoch + 1) % self._every_n_epochs == 0:
-            return min(by_steps, steps_before_validation(trainer))
-        return min(by_steps, batches_left(trainer))
-
     def stop_if_asked(self, trainer: Trainer) -> None:
         """Ends a run that a signal asks to end, with a checkpoint for resuming, unless its folder is remote."""
         if self.stop is None or self.stop.number is None:
@@ -200,9 +184,8 @@ class RunCheckpoint(ModelCheckpoint, Strides):
         super().on_validation_end(trainer, pl_module)
         self.keep_newest("on_validation_end", trainer, pl_module)
         # others are logged in training, maybe later; the user should not have to wait for a checkpoint that is due
-        is_of_validations = self.monitor is not None and not self.monitor.startswith("train")
-        if is_of_validations and not trainer.sanity_checking and self.lacks_metric(trainer):
-            self.warn_of_metric(trainer)
+        if not trainer.sanity_checking and not (self.monitor or "").startswith("train"):
+            self.lacks_metric(trainer)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.global_step != trainer.max_steps:
             self.stop_if_asked(trainer)
 
@@ -223,23 +206,25 @@ class RunCheckpoint(ModelCheckpoint, Strides):
         if self.points is not None:
             self.points.save(trainer)
         self.files.wait()
-        if self.current_score is None and self.lacks_metric(trainer):
-            raise UserError(f"{self.without_metric(trainer)}. The last step is saved in {self.dirpath}")
+        missing = self.missing_metric(trainer)
+        if self.current_score is None and missing is not None:
+            raise UserError(f"{missing}. The last step is saved in {self.dirpath}")
 
-    def lacks_metric(self, trainer: Trainer) -> bool:
-        """Whether the best checkpoints are kept by a metric that is not there, though there was a validation."""
+    def missing_metric(self, trainer: Trainer) -> str | None:
+        """Says that the metric of the best checkpoints was not logged, though there was a validation; else None."""
         is_measured = self.save_top_k != 0 and trainer.fit_loop.epoch_loop.val_loop._has_run
-        return is_measured and self.monitor is not None and self.monitor not in self._monitor_candidates(trainer)
-
-    def warn_of_metric(self, trainer: Trainer) -> None:
-        """Warns once, and waits: a metric may be logged at some steps only. Checkpoints for resuming need none."""
-        if not self.has_warned:
-            self.has_warned = True
-            rank_zero_warn(f"{self.without_metric(trainer)}. No checkpoint is kept as the best yet", stacklevel=2)
-
-    def without_metric(self, trainer: Trainer) -> str:
+        if self.monitor is None or not is_measured or self.monitor in self._monitor_candidates(trainer):
+            return None
         there = ", ".join(sorted(trainer.callback_metrics)) or "none"
         return f"checkpoint.monitor: {self.monitor} was not logged up to step {trainer.global_step}; there are {there}"
+
+    def lacks_metric(self, trainer: Trainer) -> bool:
+        """Whether that metric is missing. Warns once, and waits: it may be logged at some steps only."""
+        missing = self.missing_metric(trainer)
+        if missing is not None and not self.has_warned:
+            self.has_warned = True
+            rank_zero_warn(f"{missing}. No checkpoint is kept as the best yet", stacklevel=2)
+        return missing is not None
 
     def keep_newest(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """Keeps what the options saved for resuming as well; if they saved nothing, saves when their triggers fire."""
@@ -276,16 +261,14 @@ class RunCheckpoint(ModelCheckpoint, Strides):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state even if the folder of the run was moved or renamed."""
-        old, new = state_dict["dirpath"], str(self.dirpath)
-        super().load_state_dict(in_folder(state_dict, new))
-        if "progress" in state_dict:
-            progress = state_dict["progress"]
-            self.written = dict.fromkeys(moved(path, old, new) for path in progress["written"])
-            last = moved(progress["last_path"], old, new)
-            self._last_global_step_saved = progress["last_step"]
-            # a run that goes on in a new folder has none there
-            self._last_checkpoint_saved = last if last and Path(last).exists() else ""
-            self._defer_save_until_validation = progress["is_deferred"]
+        state = in_folder(state_dict, str(self.dirpath))
+        super().load_state_dict(state)
+        progress = state["progress"]
+        self.written = dict.fromkeys(progress["written"])
+        self._last_global_step_saved, last = progress["last_step"], progress["last_path"]
+        # a run that goes on in a new folder has none there
+        self._last_checkpoint_saved = last if last and Path(last).exists() else ""
+        self._defer_save_until_validation = progress["is_deferred"]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Lets the user's own checkpoint callbacks continue with their files if the folder of the run was moved, or is
@@ -298,19 +281,10 @@ class RunCheckpoint(ModelCheckpoint, Strides):
             if state is not None and state.get("dirpath") not in (None, new) and Path(new).is_dir():
                 checkpoint["callbacks"][callback.state_key] = in_folder(state, new)
 
-    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
-        """As Lightning's, which copies each metric by `deepcopy`: that calls forty functions, and training waits."""
-        candidates = {name: value.clone() for name, value in trainer.callback_metrics.items()}
-        for name, now in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
-            candidates[name] = candidates[name].int() if name in candidates else torch.tensor(now)
-        return candidates
-
     # --- files
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        if self.lacks_metric(trainer):  # Lightning would end the run
-            self.warn_of_metric(trainer)
-        else:
+        if not self.lacks_metric(trainer):  # Lightning would end the run
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
@@ -410,7 +384,7 @@ class ResumePoints(ModelCheckpoint):
         self._last_global_step_saved = trainer.global_step
         self._last_time_checked = time.monotonic()
         if trainer.is_global_zero:
-            files.later(lambda: self.leave(KEPT - 1, but=path))
+            files.later(lambda: self.leave_newest(but=path))
             if same is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 files.later(lambda: link(same, path))
@@ -420,10 +394,11 @@ class ResumePoints(ModelCheckpoint):
         else:
             trainer.strategy.barrier()
 
-    def leave(self, count: int, but: Path) -> None:
-        there = {path: step_of(path) for path in self.folder.glob("step=*.ckpt") if path != but}
-        older = sorted((path for path in there if there[path] < step_of(but)), key=lambda path: there[path])
-        for path in there.keys() - set(older[-count:]):
+    def leave_newest(self, but: Path) -> None:
+        """Deletes the checkpoints that are not among the newest with this one, and those after it."""
+        there = [path for path in self.folder.glob("step=*.ckpt") if path != but]
+        older = sorted((path for path in there if step_of(path) < step_of(but)), key=step_of, reverse=True)
+        for path in set(there).difference(older[: KEPT - 1]):
             delete(path)
 
 
@@ -447,17 +422,19 @@ def patterns_of(callback: ModelCheckpoint) -> list[str]:
     return ["*/" * level + "*.ckpt" for level in range((callback.filename or "").count("/") + 1)]
 
 
-def moved(path: str, old: str, new: str) -> str:
-    """A path in the folder `old`, or one below it, after that has become `new`; other paths as they are."""
-    return str(Path(new) / Path(path).relative_to(old)) if path and Path(path).is_relative_to(old) else path
-
-
 def in_folder(state: dict[str, Any], new: str) -> dict[str, Any]:
-    """The state of a ModelCheckpoint whose folder is now `new`."""
+    """The state of a ModelCheckpoint whose folder, and with it all paths in that, is now `new`."""
     old = state["dirpath"]
-    paths = {key: moved(state[key], old, new) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
-    best = {moved(path, old, new): score for path, score in state["best_k_models"].items()}
-    return {**state, **paths, "best_k_models": best, "dirpath": new}
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {moved(key): moved(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [moved(each) for each in value]
+        is_inside = isinstance(value, str) and Path(value).is_relative_to(old)
+        return str(Path(new) / Path(value).relative_to(old)) if is_inside else value
+
+    return {**moved(state), "dirpath": new}
 
 
 def link(path: Path, other: Path) -> None:
@@ -480,13 +457,6 @@ def _link_file(path: str, other: str) -> None:
         shutil.copyfile(path, other)
 
 
-def delete_partial_files(*folders: Path) -> None:
-    """Deletes what a process that was killed has left of checkpoints it was writing."""
-    for folder in folders:
-        for path in folder.glob(partial(folder / "*.ckpt").name):
-            delete(path)
-
-
 def step_of(path: Path) -> int:
     digits = path.stem.removeprefix("step=")
     return int(digits) if digits.isdigit() else -1
@@ -498,14 +468,15 @@ def replace_link(path: Path, link: Path) -> None:
         return
     if link.is_dir() and not link.is_symlink():
         delete(link)
-    with replacing(link, partial(link)) as new:
-        new.unlink(missing_ok=True)
-        new.symlink_to(os.path.relpath(path, link.parent))
+    new = partial(link)
+    delete(new)
+    new.symlink_to(os.path.relpath(path, link.parent))
+    new.replace(link)
 
 
 # --- signals
 
-WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 
 class StopRequest:
@@ -554,4 +525,5 @@ class StopRequest:
         self.number = number
         word = WORDS[signal.Signals(number)]
         ends = "the run ends after this step" + ", with a checkpoint" * self._saves
-        print(f"{word}: {ends}; again, and it ends at once", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone
+            print(f"{word}: {ends}; again, and it ends at once", file=sys.stderr)

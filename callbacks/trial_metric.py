@@ -2,50 +2,135 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.strides import Strides, steps_to
+from mupscale.callbacks.curves import Curves, losses_of_block
 from mupscale.callbacks.upscale import swaps_of
 from mupscale.errors import UserError
 from mupscale.methods.noise import SignalNoise, save_constants
-from mupscale.models._lightning import accumulates, callbacks_in, steps_before_validation, validates
-from mupscale.models.base import Growable, init_contexts, without_log
+from mupscale.models._lightning import accumulates, callbacks_in
+from mupscale.models.base import Growable, init_contexts, returned_loss, without_log
+from mupscale.models.checkpoint import size_of
 
 DIVERGED = 10
-"""How many times the loss of an untrained network, or of the network just after a swap, counts as divergence."""
+"""How many times the loss of an untrained network, or of the network just after a growth, counts as divergence."""
 
 PATIENCE = 5
 """Checks in a row that must find it there. A check looks at the mean over a hundredth of the run."""
 
 
-SAVED = (
-    "sum", "count", "window", "diverged",
-    "_strikes", "_recent", "_recent_count", "_reference", "_size", "_logged",
-)  # fmt: skip
-"""The attributes of a TrialMetric that are its saved state."""
-
-
-class TrialMetric(Strides):
-    """Computes the metric of a trial, stops a trial that diverges, and records constants of signal-normalised noise.
+@dataclass
+class TrialScore:
+    """The metric of a trial from its losses, and whether it has diverged. All of it is its saved state.
 
     A trial has diverged if its loss is not finite, or stays above ten times the loss of an untrained network and above
-    the loss just after a swap. A high loss alone does not stop a trial: with good noise levels it often starts far
+    the loss just after a growth. A high loss alone does not stop a trial: with good noise levels it often starts far
     higher than with bad ones.
+    """
+
+    steps: int = 0
+    """The steps of the whole run."""
+    window: int = 0
+    """The last steps, over which the metric averages; 0 if it is a logged one."""
+    sum: Tensor | float = 0.0
+    count: int = 0
+    recent: Tensor | float = 0.0
+    recent_count: int = 0
+    strikes: int = 0
+    reference: float = 0.0
+    size: str | None = None
+    """The size of the network whose first loss is among the references."""
+    logged: float | None = None
+    diverged: bool = False
+
+    @property
+    def interval(self) -> int:
+        """The steps between two checks, each of which waits for the device."""
+        return max(5, self.steps // 100)
+
+    @property
+    def value(self) -> float:
+        """The metric of a run that is over; infinite if it diverged."""
+        if self.diverged:
+            return math.inf
+        value = float(self.sum) / self.count if self.window else self.logged
+        assert value is not None
+        return value if math.isfinite(value) else math.inf
+
+    def begin(self, metric: str, trainer: Trainer) -> None:
+        """Takes the length of the run. Raises a UserError for a run that does not end, or is shorter than an epoch."""
+        total = trainer.estimated_stepping_batches
+        if not math.isfinite(total) or total <= 0:
+            raise UserError(
+                f"trainer.max_steps, max_epochs: a trial must end, got {trainer.max_steps}, {trainer.max_epochs}"
+            )
+        self.steps = int(total)
+        share = window_of(metric)
+        if share == "epoch":
+            self.window = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            if self.window > self.steps:
+                raise UserError(
+                    f"metric last_epoch: an epoch has {self.window} steps, the run {self.steps}; use last_2%"
+                )
+        elif isinstance(share, float):
+            self.window = math.ceil(share * self.steps)
+
+    def add(self, step: int, loss: Tensor | float) -> None:
+        """Takes the loss of a step, counted from 0."""
+        if step >= self.steps - self.window:
+            self.sum = self.sum + loss
+            self.count += 1
+        self.recent = self.recent + loss
+        self.recent_count += 1
+
+    def add_block(self, step: int, losses: Tensor) -> None:
+        """Takes the losses of several steps, from this one on."""
+        counted = losses[max(0, self.steps - self.window - step) :]
+        self.sum = self.sum + counted.sum()
+        self.count += len(counted)
+        self.recent = self.recent + losses.sum()
+        self.recent_count += len(losses)
+
+    def begin_size(self, size: str, loss: float | None) -> None:
+        """Takes the first loss of a network: that just after a growth may be high."""
+        self.size = size
+        if loss is not None and math.isfinite(loss):
+            self.reference = max(self.reference, loss)
+
+    def check(self) -> float:
+        """Looks whether the trial diverges; returns the mean loss since the last look."""
+        if self.recent_count == 0:  # training_step returned no loss
+            return 0.0
+        mean = float(self.recent) / self.recent_count
+        self.recent, self.recent_count = 0.0, 0
+        self.strikes = self.strikes + 1 if mean > DIVERGED * self.reference else 0
+        self.diverged = self.diverged or not math.isfinite(mean) or self.strikes == PATIENCE
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: float(value) if isinstance(value, Tensor) else value for key, value in asdict(self).items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class TrialMetric(Callback):
+    """Computes the metric of a trial, stops a trial that diverges, and records constants of signal-normalised noise.
 
     Noise constants are written to `noise-<step>.json` in the run's folder, which `RecordedNoise` reads.
 
-    Its saved state: the sums so far, and whether the trial has diverged.
+    Its saved state: that of its `score`.
     """
 
     progress: ClassVar[Callable[[int, int, float], None] | None] = None
-    """Told, a hundred times a run, the step, how many there are, and the mean loss of late."""
+    """Called about 100 times per run with the step, the number of steps, and the mean loss since the last call."""
 
     def __init__(self, metric: str = "last_epoch") -> None:
         """
@@ -54,43 +139,31 @@ class TrialMetric(Strides):
                 steps. Any other name is that of a logged metric, such as val/loss; its last value counts.
         """
         self.metric = metric
-        self.diverged = False
-        self.sum: Tensor | float = 0.0
-        self.count = 0
-        self.window = 0
-        self._steps = 0
-        self._recent: Tensor | float = 0.0
-        self._recent_count = 0
-        self._strikes = 0
-        self._reference = 0.0
-        self._size: str | None = None
-        self._logged: float | None = None
+        self.score = TrialScore()
         self._validated: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        values = {name.lstrip("_"): getattr(self, name) for name in SAVED}
-        return {key: float(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        return self.score.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in SAVED:
-            setattr(self, name, state_dict[name.lstrip("_")])
+        self.score.load_state_dict(state_dict)
 
     @property
     def value(self) -> float:
         """The metric of a run that is over; infinite if it diverged."""
-        if self.diverged:
-            return math.inf
-        value = self._logged if window_of(self.metric) is None else float(self.sum) / self.count
-        assert value is not None
-        return value if math.isfinite(value) else math.inf
+        return self.score.value
+
+    @property
+    def checks_every(self) -> int:
+        """The steps between two checks."""
+        return self.score.interval
 
     # --- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
             raise UserError(
-                f"trainer.devices: a trial of a sweep runs on one device, got {trainer.world_size}; start more "
-                "processes"
+                f"trainer.devices: a trial runs on one device, got {trainer.world_size}; start more processes"
             )
         for curves in callbacks_in(trainer, Curves):
             curves.watches = False  # a trial whose loss is not finite has a result: it diverged
@@ -107,89 +180,53 @@ class TrialMetric(Strides):
             self._look_up(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        total = trainer.estimated_stepping_batches
-        if not math.isfinite(total) or total <= 0:
-            raise UserError(
-                f"trainer.max_steps, trainer.max_epochs: a trial must end, got {trainer.max_steps}, "
-                f"{trainer.max_epochs}"
-            )
-        self._steps = int(total)
-        share = window_of(self.metric)
-        if share == "epoch":
-            self.window = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-            if self.window > self._steps:
-                raise UserError(
-                    f"metric last_epoch: an epoch has {self.window} steps, but the run has {self._steps}; "
-                    "use last_2%, or raise trainer.max_steps"
-                )
-        elif isinstance(share, float):
-            self.window = math.ceil(share * self._steps)
+        self.score.begin(self.metric, trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        assert isinstance(pl_module, Growable)
-        if self._size is None:
-            self._reference = untrained_loss(trainer, pl_module, batch)
+        if self.score.size is None:
+            self.score.reference = untrained_loss(trainer, pl_module, batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, Growable)
-        loss, has_stepped = pl_module.loss_of_step(outputs), not accumulates(trainer)
-        if loss is not None:
+        score, loss, has_stepped = self.score, returned_loss(pl_module, outputs), not accumulates(trainer)
+        block = losses_of_block(outputs)
+        if block is not None:
+            score.add_block(trainer.global_step - len(block), block.double())
+        elif loss is not None:
             loss = loss.double()
             # the step that this batch belongs to, counted from 0
-            self._add(trainer.global_step - has_stepped, loss)
-        if str(pl_module.size) != self._size:  # the first batch, or the first after a swap
-            self._size = str(pl_module.size)
-            if loss is not None and math.isfinite(loss):
-                self._reference = max(self._reference, float(loss))
+            score.add(trainer.global_step - has_stepped, loss)
+        size = str(size_of(pl_module))
+        if size != score.size:  # the first batch, or the first after a swap
+            score.begin_size(size, None if loss is None else float(loss))
             self._save_noise(trainer)
-        if not accumulates(trainer) and (
-            trainer.global_step % self._interval == 0 or trainer.global_step == self._steps
-        ):
-            self._check(trainer)
-        if any(swap.is_due(trainer, pl_module) for swap in swaps_of(trainer)):
-            self._check_before_swap(trainer, pl_module)
-
-    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        assert isinstance(pl_module, Growable)
-        if str(pl_module.size) != self._size:  # the first step of a size
-            return 0
-        is_known = window_of(self.metric) is not None or self.metric in trainer.callback_metrics
-        return math.inf if is_known or validates(trainer) else steps_before_validation(trainer)
-
-    def stride(self, trainer: Trainer, step: int) -> float:
-        return steps_to(self._interval, step)
-
-    def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
-        self.sum, self._recent = float(self.sum), float(self._recent)
-        for step, loss in enumerate(losses, trainer.global_step - len(losses)):
-            self._add(step, loss)
-        if trainer.global_step % self._interval == 0:
-            self._check(trainer)
-
-    def on_scores(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_validation_end(trainer, pl_module)
-        if window_of(self.metric) is None:
-            self._look_up(trainer)
-
-    @property
-    def _interval(self) -> int:
-        return max(5, self._steps // 100)
+        step = trainer.global_step
+        if has_stepped and (step % score.interval == 0 or step == score.steps) and score.recent_count:
+            mean = score.check()
+            if TrialMetric.progress is not None:
+                TrialMetric.progress(step, score.steps, mean)
+        if any(swap.is_due(trainer) for swap in swaps_of(trainer)):
+            # what is not finite cannot be widened, and the next check may come too late
+            is_finite = all(bool(weight.isfinite().all()) for weight in pl_module.parameters())
+            score.diverged = score.diverged or not is_finite or not math.isfinite(score.recent)
+        if score.diverged:
+            trainer.should_stop = True
+            # which are for runs that may yet get better
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.diverged:
+        score = self.score
+        if score.diverged:
             return
         if window_of(self.metric) is None:
-            self._logged = self._look_up(trainer)
-        elif trainer.global_step < self._steps:
-            raise UserError(
-                f"metric {self.metric}: the run ended at step {trainer.global_step}, but was to have {self._steps}"
-            )
-        elif self.count == 0:
+            score.logged = self._look_up(trainer)
+        elif trainer.global_step < score.steps:
+            raise UserError(f"metric {self.metric}: the run ended at step {trainer.global_step} of {score.steps}")
+        elif score.count == 0:
             raise UserError(
                 f"metric {self.metric}: {type(pl_module).__name__}.training_step returned no loss in the last "
-                f"{self.window} steps. Return the loss, or set self.train_loss"
+                f"{score.window} steps. Return the loss"
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -197,36 +234,6 @@ class TrialMetric(Strides):
             raise exception  # Ctrl-C ends the whole sweep; Lightning would turn it into an exit of this run
 
     # --- parts
-
-    def _add(self, step: int, loss: Tensor | float) -> None:
-        if step >= self._steps - self.window:
-            self.sum = self.sum + loss
-            self.count += 1
-        self._recent = self._recent + loss
-        self._recent_count += 1
-
-    def _check(self, trainer: Trainer) -> None:
-        """Waits for the device, a hundred times a run."""
-        if self._recent_count == 0:  # training_step returned no loss
-            return
-        mean = float(self._recent) / self._recent_count
-        self._recent, self._recent_count = 0.0, 0
-        self._strikes = self._strikes + 1 if mean > DIVERGED * self._reference else 0
-        if not math.isfinite(mean) or self._strikes == PATIENCE:
-            self._stop(trainer)
-        if TrialMetric.progress is not None:
-            TrialMetric.progress(trainer.global_step, self._steps, mean)
-
-    def _check_before_swap(self, trainer: Trainer, module: Growable) -> None:
-        """What is not finite cannot be widened, and the next check may come too late."""
-        if not math.isfinite(self._recent) or not all(bool(p.isfinite().all()) for p in module.parameters()):
-            self._stop(trainer)
-
-    def _stop(self, trainer: Trainer) -> None:
-        self.diverged = True
-        trainer.should_stop = True
-        # which are for runs that may yet get better
-        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
     def _look_up(self, trainer: Trainer) -> float:
         metrics = trainer.callback_metrics
@@ -259,7 +266,7 @@ def window_of(metric: str) -> float | str | None:
 
 
 @torch.no_grad()
-def untrained_loss(trainer: Trainer, module: Growable, batch: Any) -> float:
+def untrained_loss(trainer: Trainer, module: Any, batch: Any) -> float:
     """The loss of a new network on a batch; 0 if a module with its own training_step cannot compute it like this."""
     net = module.net
     devices = [module.device] if module.device.type == "cuda" else []

@@ -1,13 +1,12 @@
 """Private names of Lightning's trainers, modules, loggers, weight averaging, command line and training loop.
 
-Every use of a private name of Lightning is in a file `_lightning*.py`, or in exact_resume.py or run_checkpoint.py
+Every use of a private name of Lightning is here, or in exact_resume.py or run_checkpoint.py
 of callbacks/; tests/test_seams.py fails if a release changes one. The files are in models/ because models/ is the
 lowest package that imports Lightning; callbacks and commands use them too.
 """
 
 import copy
 import inspect
-import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -17,22 +16,22 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.cli import instantiate_module
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.parsing import AttributeDict
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+
+from mupscale.errors import refuse_unless_level
 
 C = TypeVar("C")
 
@@ -128,6 +127,11 @@ def set_hyperparameters(module: LightningModule, values: Mapping[str, Any]) -> N
     module._hparams = AttributeDict(values)
 
 
+def set_device_mesh(module: LightningModule, mesh: Any) -> None:
+    """Gives a module the mesh of devices over which its `configure_model` may shard it."""
+    module._device_mesh = mesh
+
+
 OF_EVERY_MODULE = frozenset(
     {*vars(LightningModule()), "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"}
 )
@@ -201,6 +205,7 @@ def open_writer(logger: TensorBoardLogger) -> None:
     if logger._experiment is None and getattr(rank_zero_only, "rank", 0) == 0 and not is_remote(logger.log_dir):
         from torch.utils.tensorboard import SummaryWriter
 
+        refuse_unless_level("trainer.logger: flush_secs", logger._kwargs.get("flush_secs", 120))
         logger._experiment = SummaryWriter(log_dir=os.path.abspath(logger.log_dir), **logger._kwargs)
 
 
@@ -220,6 +225,16 @@ def enter_hook(module: LightningModule, name: str | None) -> str | None:
     outer = module._current_fx_name
     module.__dict__["_current_fx_name"] = name  # past nn.Module's own __setattr__, which takes longer than most hooks
     return outer
+
+
+def logs_this_step(trainer: Trainer) -> bool:
+    """Whether the step that begins, or that has just ended, is one whose values are logged."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def steps_logged(trainer: Trainer) -> int:
+    """Returns the step that Lightning writes for a value that is logged before its step."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 # --- weight averaging
@@ -274,56 +289,71 @@ class DataParallelMesh(ModelParallelStrategy):
 # --- the training loop
 
 
-def numbers_of(progress: _BaseProgress) -> dict[str, Any]:
-    """What a checkpoint holds of a counter of Lightning's loops, by its parts."""
-    parts = vars(progress).items()
-    return {name: numbers_of(part) if isinstance(part, _BaseProgress) else part for name, part in parts}
+class StepTaker(_AutomaticOptimization):
+    """Lightning's part that takes a step, put in its place; `take` may take more steps than the one on its batch."""
 
-
-# Lightning copies every number by `deepcopy`, which is a quarter of the calls of a checkpoint; training waits for them
-_BaseProgress.state_dict = numbers_of  # type: ignore[assignment, method-assign]
-
-
-class EpochLoop(_TrainingEpochLoop):
-    """Lightning's loop over batches, its private parts under public names."""
-
-    def __init__(self, loop: _TrainingEpochLoop) -> None:
-        """Takes the place of another loop, which may have data, and counters, already."""
-        super().__init__(loop.trainer, loop.min_steps, loop.max_steps)
-        self.__dict__.update(loop.__dict__)
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        self.__dict__.update(loop.automatic_optimization.__dict__)  # it may have counters already
+        loop.automatic_optimization = self
 
     @property
-    def log_connector(self) -> Any:
-        """What collects the values of `self.log`."""
-        return self.trainer._logger_connector
+    def epoch_loop(self) -> _TrainingEpochLoop:
+        return self.trainer.fit_loop.epoch_loop
 
-    @property
-    def logged(self) -> Any:
-        return self._results
+    def take(self, batch: Any) -> dict[str, Any]:
+        """Takes the step on this batch, and further ones; what callbacks get as `outputs`."""
+        raise NotImplementedError
 
-    @property
-    def is_at_last_batch(self) -> bool:
-        return bool(self._num_ready_batches_reached())
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        return self.take(next(iter(kwargs.values())))
 
-    def is_validation_next(self, data_fetcher: Any) -> bool:
-        return not self._skip_next_val and bool(self._should_check_val_fx(data_fetcher))
+    def take_single(self, batch: Any) -> dict[str, Any]:
+        """Lightning's own step."""
+        loop = self.epoch_loop
+        arguments = loop._build_kwargs(OrderedDict(), batch, loop.batch_idx)
+        return super().run(self.trainer.optimizers[0], loop.batch_idx, arguments)
 
-    def finish_validation(self, data_fetcher: Any) -> bool:
-        """Whether a loop that is resumed has a validation to finish before it trains."""
-        if self.restarting and self._should_check_val_fx(data_fetcher):
-            if self.val_loop.restarted_mid_evaluation:
-                return True
-            if self.restarted_on_last:
-                self._skip_next_val = True
-                return True
-            self.val_loop.increment_progress_to_evaluation_end()
-        return False
+    def count_step(self) -> None:
+        """Counts a step that was taken otherwise."""
+        self.optim_progress.optimizer.step.increment_by(1)
+        self.optim_progress.optimizer.zero_grad.increment_by(1)
 
-    def warn_once(self, message: str) -> None:
-        self._warning_cache.warn(message)
+    def begin_next(self) -> bool:
+        """Ends the step of a batch as the loop does, but for hooks, and gets the next `batch`; False at the end."""
+        loop, fetcher = self.epoch_loop, self.trainer.fit_loop._data_fetcher
+        progress = loop.batch_progress
+        if loop._num_ready_batches_reached():
+            return False
+        assert fetcher is not None
+        progress.increment_processed()
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        progress.increment_completed()
+        loop._batches_that_stepped += 1
+        batch, _, _ = next(fetcher)
+        progress.is_last_batch = fetcher.done
+        self.batch = self.trainer.strategy.batch_to_device(batch)
+        progress.increment_ready()
+        self.trainer._logger_connector.on_batch_start(self.batch)
+        progress.increment_started()
+        return True
 
-    def step_arguments(self, batch: Any, batch_idx: int) -> Any:
-        return self._build_kwargs(OrderedDict(), batch, batch_idx)
+
+def saves_every(callback: ModelCheckpoint) -> int:
+    """After how many steps a ModelCheckpoint saves; 0 if it does not save by steps."""
+    return callback._every_n_train_steps
+
+
+def steps_to_validation_or_end(trainer: Trainer) -> float:
+    """How many steps it is to the end of the next that may be followed by a validation, or is the last of an epoch or
+    of the run, counting from within a step."""
+    progress, every = trainer.fit_loop.epoch_loop.batch_progress, trainer.val_check_batch
+    left: float = trainer.num_training_batches - progress.current.ready + 1
+    if isinstance(every, int) and validates(trainer):
+        done = (progress.total if trainer.check_val_every_n_epoch is None else progress.current).ready - 1
+        left = min(left, every - done % every)
+    return left if trainer.max_steps == -1 else min(left, trainer.max_steps - trainer.global_step)
 
 
 def accumulates(trainer: Trainer) -> bool:
@@ -331,27 +361,7 @@ def accumulates(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def hands_over_the_iterator(data_fetcher: Any) -> bool:
-    """Whether `training_step` takes the iterator over batches, and not a batch."""
-    return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
-
-
 # --- where a run is in its data
-
-
-def resident_loader(loader: CombinedLoader | None) -> Any | None:
-    """The loader of a run that has one, if its batches can be had by their position."""
-    only = None if loader is None else loader.iterables
-    return only if hasattr(only, "batch_at") else None
-
-
-def training_loader(trainer: Trainer) -> Any | None:
-    """The loader of the training batches, if they can be had by their position."""
-    return resident_loader(trainer.fit_loop._combined_loader)
-
-
-def batches_left(trainer: Trainer) -> int:
-    return int(trainer.num_training_batches) - trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def validates(trainer: Trainer) -> bool:
@@ -361,100 +371,12 @@ def validates(trainer: Trainer) -> bool:
 
 
 class Place(NamedTuple):
-    """Where in its data a run is: the epoch, the batches of it that were taken, and those of all epochs."""
+    """Where in its data a run is: the epoch, and the batches of it that were taken."""
 
     epoch: int
     position: int
-    total: int
-
-    def after(self, steps: int) -> "Place":
-        return Place(self.epoch, self.position + steps, self.total + steps)
-
-    def next_epoch(self) -> "Place":
-        return Place(self.epoch + 1, 0, self.total)
 
 
 def place_in_data(trainer: Trainer) -> Place:
-    progress = trainer.fit_loop.epoch_loop.batch_progress
     epochs: Any = trainer.fit_loop.epoch_progress.current
-    return Place(epochs.processed, progress.current.ready, progress.total.ready)
-
-
-def steps_to_validation(trainer: Trainer, place: Place) -> int:
-    """How many steps it is to the next that may be followed by a validation, or by the end of the epoch."""
-    left, every = int(trainer.num_training_batches) - place.position, trainer.val_check_batch
-    if not isinstance(every, int) or not validates(trainer):
-        return left
-    done = place.total if trainer.check_val_every_n_epoch is None else place.position
-    return min(left, every - done % every)
-
-
-def steps_before_validation(trainer: Trainer) -> int:
-    """How many of the next steps are followed by neither a validation nor the end of an epoch."""
-    return steps_to_validation(trainer, place_in_data(trainer)) - 1
-
-
-def steps_before_the_end(trainer: Trainer) -> float:
-    """How many steps the run has before its last one."""
-    fit = trainer.fit_loop
-    steps = math.inf
-    if trainer.max_steps != -1:
-        steps = trainer.max_steps - trainer.global_step - 1
-    if trainer.max_epochs not in (None, -1):
-        current: Any = fit.epoch_progress.current
-        epochs = trainer.max_epochs - current.processed - 1
-        steps = min(steps, epochs * int(trainer.num_training_batches) + batches_left(trainer) - 1)
-    return steps
-
-
-def epochs_are_plain(trainer: Trainer) -> bool:
-    """Whether nothing but counting, and validating, is to be done at the end of an epoch."""
-    by_step = all(
-        config.interval == "step" and not config.reduce_on_plateau and config.frequency == 1
-        for config in trainer.lr_scheduler_configs
-    )
-    options: Any = trainer  # set where type checkers do not look
-    return by_step and not options.reload_dataloaders_every_n_epochs and options._val_check_time_interval is None
-
-
-# --- steps that are taken outside of the loop
-
-
-def pass_steps(trainer: Trainer, count: int) -> None:
-    """Counts optimizer steps of one epoch that were taken outside of the loops."""
-    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    assert fetcher is not None
-    fetcher.fetched += count
-    if fetcher.length is not None:
-        fetcher.done = fetcher.fetched >= fetcher.length
-    loop.batch_progress.increment_by(count, is_last_batch=fetcher.done)
-    optimizer = loop.automatic_optimization.optim_progress.optimizer
-    optimizer.step.increment_by(count)
-    optimizer.zero_grad.increment_by(count)
-    loop._batches_that_stepped += count
-    trainer._logger_connector._first_loop_iter = loop.batch_progress.current.ready == 1
-    if trainer.lr_scheduler_configs:
-        assert count == 1
-        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-
-
-def pass_epoch(trainer: Trainer) -> None:
-    """Counts the end of an epoch, and the beginning of the next."""
-    fit, loop, fetcher = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    assert fetcher is not None
-    fit.epoch_progress.increment_processed()
-    fit.epoch_progress.increment_completed()
-    fit.epoch_progress.increment_ready()
-    fit.epoch_progress.increment_started()
-    loop.batch_progress.reset_on_run()
-    loop.scheduler_progress.reset_on_run()
-    loop.automatic_optimization.optim_progress.reset_on_run()
-    loop.val_loop.batch_progress.total.reset()
-    fetcher.reset()
-    trainer._logger_connector._first_loop_iter = None
-
-
-def leave_steps(trainer: Trainer, *, validated: bool) -> None:
-    """Returns to Lightning's loop after steps that were counted here; the loop finishes the last of them."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
-    trainer.fit_loop.epoch_loop._skip_next_val = validated
+    return Place(epochs.processed, trainer.fit_loop.epoch_loop.batch_progress.current.ready)

@@ -4,12 +4,12 @@ A subclass defines `build(width)`, which returns the network, and `loss(batch)`;
 With `build(width, layers)` the network can become deeper too.
 """
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from inspect import Parameter, signature
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import inner_schedulers, is_too_large, tree_map
@@ -28,22 +29,22 @@ from mupscale.base_shapes import Init, apply_mup, clip_grad_norm_, set_base_shap
 from mupscale.checks.recording import generators_kept, leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
-from mupscale.errors import UserError, prefix_errors, refuse_unless_level, refuse_unless_whole
+from mupscale.errors import UserError, is_whole, prefix_errors, refuse_unless_level, refuse_unless_whole, shown
 from mupscale.models import checkpoint as checkpoints
 from mupscale.models._lightning import (
     averaged_copy,
     averaging_callbacks,
     replace_attributes,
     set_average,
+    set_hyperparameters,
     trainer_of,
 )
 from mupscale.models.checkpoint import CHECKPOINT_KEY, Layers, Size, Width
-from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
 from mupscale.schedules import refuse_unless_relative
 from mupscale.widening.hints import refuse_lazy
 from mupscale.widening.state import refuse_bad_levels
 from mupscale.widening.stepping import attach
-from mupscale.widening.write import carry_frozen_, carry_modes_
+from mupscale.widening.write import carry_frozen_, carry_modes_, parameters_have_no_memory
 
 if TYPE_CHECKING:
     from mupscale.stacking.stack import Losses
@@ -57,9 +58,6 @@ class Scores(NamedTuple):
     finished: Callable[[dict[str, float]], dict[str, float]]
     """What is logged, by its names, of the means over all samples."""
 
-
-_FLOPS: dict[str, float] = {}
-"""What was counted in this process: runs of a sweep have the same networks and batches."""
 
 Hook = Callable[..., None]
 
@@ -77,6 +75,24 @@ def after_ours(ours: Hook, hook: Hook) -> Hook:
 
     both.is_after_ours = True  # type: ignore[attr-defined]
     return both
+
+
+DRAWS = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+"""Functions that fill a tensor with random numbers. Others, such as Xavier's, call one of these."""
+
+
+class WithoutDraws(TorchFunctionMode):
+    """Skips random numbers for tensors on the meta device, which have no values: they take most of the time there."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DRAWS:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 class Growable(LightningModule):
@@ -150,9 +166,7 @@ class Growable(LightningModule):
         self.lr_scheduler_callable = lr_scheduler
         self.net: nn.Module | None = None
         self.train_loss: Tensor | None = None
-        self._returned_loss: Tensor | None = None
         self.is_in_stack = False  # its steps are taken with those of other models, and compiled there
-        self._on_meta = False
         self._references: dict[str, tuple[nn.Module, nn.Module]] = {}
 
     # --- what a subclass gives
@@ -184,20 +198,8 @@ class Growable(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        # for the curves, which write it before the step's checkpoint, and the progress bar: `self.log` would cost every
-        # step
-        self.train_loss = loss.detach()
+        self.train_loss = loss.detach()  # `self.log` would cost time at every step
         return loss
-
-    def loss_of_step(self, outputs: Any) -> Tensor | None:
-        """The loss of the batch that just ended: `train_loss`, or what a `training_step` of one's own returned."""
-        loss = self.train_loss
-        if loss is not None and loss is not self._returned_loss:
-            return loss
-        returned = returned_loss(self, outputs)
-        if returned is not None:
-            self.train_loss = self._returned_loss = returned
-        return returned
 
     # --- the network
 
@@ -216,23 +218,36 @@ class Growable(LightningModule):
     def configure_model(self) -> None:
         """Makes the network. A subclass may do more here, such as freeze layers; this runs again after every growth."""
         if self.net is None:
-            self.net = self.network(*self.size, meta=self._on_meta)
+            self.net = self.network(*self.size)
             self.prepare_network()
 
-    def rebuild(self, width: Width, layers: Layers | None = None, *, meta: bool = False) -> nn.Module:
+    def rebuild(self, width: Width, layers: Layers | None = None) -> nn.Module:
         """Makes and returns the network at another size, by `configure_model`; by default with as many layers."""
         self.hparams["width"] = width
         if layers is not None:
             self.hparams["layers"] = layers
         self.net = None
-        self._on_meta = meta
-        try:
-            self.configure_model()
-        finally:
-            self._on_meta = False
+        self.configure_model()
         net: nn.Module | None = self.net
         assert net is not None, "configure_model made no network"
         return net
+
+    def make_twin(self, changes: Mapping[str, Any]) -> "Growable":
+        """Returns a module like this one with other arguments, whose network `configure_model` makes."""
+        if changes.get("layers") is not None and self.size.layers is None:
+            why = "has a fixed number of layers: define build(self, width, layers)"
+            if self.builds_layers:
+                why = "has no residual blocks: give model.layers"
+            raise UserError(f"{type(self).__name__} {why}")
+        alike = copy.copy(self)
+        for key in ("_modules", "_parameters", "_buffers"):
+            others = {name: part for name, part in vars(self)[key].items() if name != "net"}
+            vars(alike)[key] = copy.deepcopy(others, {id(self): alike})
+        alike.net = None
+        # it is never trained, and these need not be what can be pickled
+        alike.optimizer_callable, alike.lr_scheduler_callable = torch.optim.SGD, None
+        set_hyperparameters(alike, {**self.hparams, **changes})
+        return alike
 
     def prepare_network(self) -> None:
         """Prepares a finished network for training: sharding under FSDP2, and compilation."""
@@ -258,16 +273,17 @@ class Growable(LightningModule):
         layers = self.size.layers if layers is None else layers
         at_base, at_delta = self._at_base_width(layers)
         # some systems promise memory that they do not have, and end the process that uses it
+        on_meta = parameters_have_no_memory()
         widths, bases = (each if isinstance(each, list) else [each] for each in (width, self.hparams["base_width"]))
         may_be_too_large = bytes_of(at_delta) * (max(widths) / min(bases)) ** 2 > physical_memory()
         if meta or may_be_too_large:
             with torch.device("meta"), WithoutDraws():
                 net = self._built("width", width, layers)
-            if not meta and bytes_of(net) > physical_memory():
+            if not (meta or on_meta) and bytes_of(net) > physical_memory():
                 raise UserError(_too_wide("width", width))
         if not meta:
             net = self._built("width", width, layers)
-        return set_base_shapes(net, at_base, at_delta, init=None if meta else self.init)
+        return set_base_shapes(net, at_base, at_delta, init=None if meta or on_meta else self.init)
 
     def _at_base_width(self, layers: Layers | None) -> tuple[nn.Module, nn.Module]:
         """The network at the base width and at twice that, on the meta device. They are built once."""
@@ -290,31 +306,22 @@ class Growable(LightningModule):
         return net
 
     def training_flops(self, batch: Any) -> float:
-        """Operations of a forward and backward pass, counted on the meta device; a UserError if `loss` fails there.
-
-        Those of our own classes follow from their arguments, and are counted once in a process.
-        """
-        if not type(self).__module__.startswith("mupscale."):
-            return self._count_flops(batch)
-        arguments = {key: value for key, value in self.hparams.items() if key not in ("init_from", "compile")}
-        shapes = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, batch)
-        key = repr((type(self), sorted(arguments.items()), shapes))
-        if key not in _FLOPS:
-            _FLOPS[key] = self._count_flops(batch)
-        return _FLOPS[key]
-
-    def _count_flops(self, batch: Any) -> float:
+        """Operations of a forward and backward pass, counted on the meta device; a UserError if `loss` fails there."""
+        twin = self.make_twin({}).to("meta")
+        held = {
+            name: value for name, value in vars(twin).items() if name not in ("_modules", "_parameters", "_buffers")
+        }
+        vars(twin).update({name: tree_map(_on_meta, value) for name, value in held.items()})
         with (
             generators_kept([]),
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),  # which looks at values: the meta device has none
             FlopCounterMode(display=False) as counter,
         ):
-            net = self.network(*self.size, meta=True)
-            is_training, self.training = self.training, True  # it may be counted while the run validates
+            twin.net = self.network(*self.size, meta=True)
             try:
-                with meta_attributes(self, net), without_log(self):
-                    self.loss(map_leaves(on_meta, batch)).backward()
+                with without_log(twin):
+                    twin.train().loss(map_leaves(_on_meta, batch)).backward()
             except UserError:
                 raise
             except Exception as error:
@@ -323,15 +330,14 @@ class Growable(LightningModule):
                     f"the FLOPs of {type(self).__name__} cannot be counted, because its `loss` does not run on the "
                     f"meta device, where tensors have shapes but no values ({type(error).__name__}: {reason})"
                 ) from error
-            finally:
-                self.training = is_training
         return float(counter.get_total_flops())
 
     # --- optimisation
 
     def configure_optimizers(self) -> Any:
         assert self.net is not None
-        outside = [name for name, parameter in parameters_outside(self) if parameter.requires_grad]
+        inside = set(self.net.parameters())
+        outside = [name for name, each in self.named_parameters() if each.requires_grad and each not in inside]
         if outside:
             rank_zero_warn(
                 f"{outside[0]!r} of {type(self).__name__} is not in the network, so the optimizer does not train it. "
@@ -365,20 +371,21 @@ class Growable(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
             assert self.net is not None
-            clip_grad_norm_(self.net, gradient_clip_val)
+            clip_grad_norm_(self, gradient_clip_val)
 
     # --- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = trainer_of(self)
-        checkpoint[CHECKPOINT_KEY] = checkpoints.our_part(self, self.net, [] if trainer is None else trainer.optimizers)
+        checkpoint[CHECKPOINT_KEY] = checkpoints.growth_metadata(
+            self, self.net, [] if trainer is None else trainer.optimizers
+        )
         # it has weights of its own, also where the base does not exist
         checkpoint["hyper_parameters"]["init_from"] = None
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Rebuilds the network at the checkpoint's size; this is the last hook before weights load."""
-        size = self.size_in(checkpoint)
-        before = self.net
+        size, before = checkpoints.checkpoint_size(checkpoint, type(self).__name__), self.net
         if before is None or size != self.size:
             # without moving the run's random numbers, of which its data may be made
             kept = generators_kept([]) if before is not None else nullcontext()
@@ -399,29 +406,15 @@ class Growable(LightningModule):
 
     def on_fit_start(self) -> None:
         path = self.hparams["init_from"]
-        if path is not None and self.trainer.ckpt_path is None:
-            with prefix_errors(f"model.init_from = {path}"):
-                self._start_from(checkpoints.load_checkpoint(path))
-
-    def _start_from(self, checkpoint: dict[str, Any]) -> None:
-        refuse_other_size(self.size, self.size_in(checkpoint))
+        if path is None or self.trainer.ckpt_path is not None:
+            return
         assert self.net is not None
-        checkpoints.refuse_other_architecture(self.net, self.hparams, checkpoint)
-        bad = checkpoints.non_finite_in(checkpoint, (name for name, _ in self.named_parameters()))
-        if bad is not None:
-            raise UserError(f"it has NaN or infinite entries in {bad}; use an earlier checkpoint")
-        checkpoints.load_weights(self.net, checkpoint)
-        mixed = checkpoint[CHECKPOINT_KEY]["mixed_widths"]
-        if mixed:
-            checkpoints.restore_mixed_widths(self.net, mixed)
-            self.trainer.strategy.setup_optimizers(self.trainer)  # whose rates follow these widths, entry by entry
-        self._renew_averages()
-        checkpoints.load_optimizer_state(self, self.trainer.optimizers, checkpoint)
-
-    def size_in(self, checkpoint: dict[str, Any]) -> Size:
-        """The size of a checkpoint of this module."""
-        size = checkpoints.checkpoint_size(checkpoint, type(self).__name__)
-        return size if self.builds_layers else Size(size.width)
+        with prefix_errors(f"model.init_from = {path}"):
+            checkpoint = checkpoints.start_from(path, self, self.net)
+            if checkpoint[CHECKPOINT_KEY]["mixed_widths"]:  # whose rates follow these widths, entry by entry
+                self.trainer.strategy.setup_optimizers(self.trainer)
+            self._renew_averages()
+            checkpoints.load_optimizer_state(self, self.trainer.optimizers, checkpoint)
 
     def _renew_averages(self) -> None:
         """EMA callbacks start again from the network as it is."""
@@ -483,28 +476,9 @@ def has_own_optimizers(module: LightningModule) -> bool:
     return type(module).configure_optimizers is not Growable.configure_optimizers
 
 
-def parameters_outside(module: Growable) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module that are not in its network."""
-    assert module.net is not None
-    inside = {id(parameter) for parameter in module.net.parameters()}
-    return ((name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in inside)
-
-
-def hint_of_parameters_outside(module: Growable) -> str | None:
-    """For an error at another width: what does not grow with the network, if there is anything."""
-    name = next((name for name, _ in parameters_outside(module)), None) if module.net is not None else None
-    if name is None:
-        return None
-    return (
-        f"{name!r} of {type(module).__name__} is not in the network, so it does not grow; if its size depends on the "
-        "width, make it in `build`"
-    )
-
-
-def refuse_other_size(ours: Size, theirs: Size) -> None:
-    for key, here, there in zip(Size._fields, ours, theirs, strict=True):
-        if here != there:
-            raise UserError(f"its {key} is {there}, but model.{key} is {here}; set model.{key}: {there}")
+def _on_meta(value: Any) -> Any:
+    """A tensor without values; anything else as it is."""
+    return value.detach().to("meta").requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _too_wide(key: str, width: Width) -> str:
@@ -521,8 +495,8 @@ def doubled(width: Width) -> Width:
 def refuse_bad_width(key: str, width: Any) -> None:
     widths = width if isinstance(width, list | tuple) else [width]
     for each in widths or [None]:
-        if isinstance(each, bool) or not isinstance(each, Integral) or each < 1:
-            raise UserError(f"{key} must be a whole number of at least 1, or a list of them; got {width!r}")
+        if not is_whole(each):
+            raise UserError(f"{key} must be a whole number of at least 1, or a list of them; got {shown(width)}")
 
 
 def refuse_bad_counts(**counts: Any) -> None:
@@ -542,17 +516,15 @@ def refuse_absolute_rates(scheduler: Any) -> None:
     """Raises a UserError for a schedule with absolute learning rates, which would erase muP scaling."""
     for part in inner_schedulers(scheduler):
         refuse_absolute_rates(part)
+    name = f"model.lr_scheduler: {type(scheduler).__name__}"
     for attribute in ("eta_min", "max_lrs", "min_lrs"):
         value = getattr(scheduler, attribute, 0)
         if any(float(rate) != 0 for rate in (value if isinstance(value, Sequence) else [value])):
             raise UserError(
-                f"model.lr_scheduler: {type(scheduler).__name__} has an absolute rate ({attribute.removesuffix('s')} = "
-                f"{value}), which erases muP scaling. Use a schedule relative to each group's base rate: LambdaLR, "
-                "LinearLR, CosineAnnealingLR with eta_min = 0, or a SequentialLR of these"
+                f"{name} has an absolute rate ({attribute.removesuffix('s')} = {value}), which erases muP scaling. Use "
+                "a schedule relative to each group's base rate: LambdaLR, LinearLR, CosineAnnealingLR with eta_min = "
+                "0, or a SequentialLR of these"
             )
     if type(scheduler).__name__ in ("OneCycleLR", "CyclicLR", "SWALR"):
-        raise UserError(
-            f"model.lr_scheduler: {type(scheduler).__name__} sets absolute rates (max_lr, swa_lr), which erases muP "
-            "scaling"
-        )
-    refuse_unless_relative(scheduler, f"model.lr_scheduler: {type(scheduler).__name__}", "which erases muP scaling")
+        raise UserError(f"{name} sets absolute rates (max_lr, swa_lr), which erases muP scaling")
+    refuse_unless_relative(scheduler, name, "which erases muP scaling")

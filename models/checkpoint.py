@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.data_files import META, METADATA, damage_in, data_in, interpreting
-from mupscale.errors import UserError, refuse_unless_level, shown
+from mupscale.errors import UserError, is_whole, refuse_unless_level, refuse_unless_whole, shown
 from mupscale.sharding import is_sharded, whole
 from mupscale.widening.stepping import Records, record_of, records_of, store_records
 from mupscale.widening.write import first_non_finite
@@ -41,9 +42,23 @@ class Size(NamedTuple):
         return f"width {self.width} → {after.width}" if self.layers == after.layers else f"{self} → {after}"
 
 
+def size_of(module: LightningModule) -> Size | None:
+    """Returns the size of a module with a hyperparameter `width`, and perhaps `layers`; None of any other."""
+    values: list[Any] = [module.hparams.get(name) for name in Size._fields]
+    width, layers = (value if is_size(value) else None for value in values)
+    return None if width is None else Size(width, layers)
+
+
+def is_size(value: Any) -> bool:
+    """Whether something is a whole number above 0, or a list of them."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return bool(numbers) and all(map(is_whole, numbers))
+
+
 CHECKPOINT_KEY = "mupscale"
 """Our part of a checkpoint: the module's class; for each optimizer its class and the names of its parameters, in its
-order; and the widths of parameters whose pieces grew by different factors, which cannot be recomputed."""
+order, and how many are in each of its groups; and the widths of parameters whose pieces grew by different factors,
+which cannot be recomputed."""
 
 RUN_KEY = "mupscale_run"
 """The run of a checkpoint: its identity, and its configuration. Checkpoints of a fit without the command have none."""
@@ -55,7 +70,7 @@ SAVED = "hf"
 """The folder, in that of the run, into which a model of transformers is saved at the end of a fit."""
 
 PRE_UPSCALE = "pre-upscale-"
-"""How the name of the checkpoint before an upscale begins."""
+"""How the name of the checkpoint before a growth begins."""
 
 _FOREIGN = "this checkpoint was not saved by a growable module; use a checkpoint of a mupscale run"
 
@@ -63,14 +78,20 @@ _FREE = ("width", "init_from", "compile")
 """Arguments that may differ from those of a checkpoint, whatever the module is."""
 
 
-def our_part(module: nn.Module, net: nn.Module | None, optimizers: list[Optimizer]) -> dict[str, Any]:
+def growth_metadata(module: nn.Module, net: nn.Module | None, optimizers: list[Optimizer]) -> dict[str, Any]:
     """What a checkpoint of `module` holds under CHECKPOINT_KEY."""
     return {
         "class_path": class_path(module),
         "optimizer_classes": [class_path(optimizer) for optimizer in optimizers],
         "optimizer_names": [optimizer_names(module, optimizer) for optimizer in optimizers],
+        "group_sizes": group_sizes(optimizers),
         "mixed_widths": mixed_widths(net) if net is not None else {},
     }
+
+
+def group_sizes(optimizers: Iterable[Optimizer]) -> list[list[int]]:
+    """How many parameters each group of each optimizer has."""
+    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
 def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]:
@@ -96,7 +117,7 @@ def peek(path: Path) -> dict[str, Any] | None:
         content = data_in(path / META if path.is_dir() else path, mapped=True)  # a sharded checkpoint is a folder
     except UserError:
         return None
-    return content if isinstance(content.get("global_step"), int) else None
+    return content if is_whole(content.get("global_step"), 0) else None
 
 
 def run_in(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +142,9 @@ def refuse_malformed(checkpoint: dict[str, Any]) -> None:
         kinds = _FORMS.get(key)
         if kinds is not None and value is not None and not isinstance(value, kinds):
             raise _damaged(key, value, " or ".join(kind.__name__ for kind in kinds))
+    for key in ("global_step", "epoch"):
+        if key in checkpoint:
+            refuse_unless_whole(f"this checkpoint is damaged: {key}", checkpoint[key], 0)
     for key in ("state_dict", "current_model_state"):
         for name, value in (checkpoint.get(key) or {}).items():
             if not isinstance(name, str) or (name.startswith("net.") and not _is_plain(value)):
@@ -131,7 +155,6 @@ _FORMS: dict[Any, tuple[type, ...]] = {
     **dict.fromkeys(("state_dict", "current_model_state", "mixed_widths", "callbacks", "loops"), (dict,)),
     **dict.fromkeys(("optimizer_states", "optimizer_names", "optimizer_classes", "lr_schedulers"), (list,)),
     **dict.fromkeys(("width", "layers"), (int, list, tuple)),
-    "global_step": (int,),
 }
 """What parts of a checkpoint are, if they are there."""
 
@@ -151,8 +174,9 @@ def refuse_malformed_optimizers(checkpoint: dict[str, Any]) -> None:
             indices = [index for group in state["param_groups"] for index in group["params"]]
             if sorted(indices) != list(range(len(parameters))):
                 raise _damaged("params of param_groups", indices, f"each of 0 to {len(parameters) - 1} once")
-            if not all(isinstance(value, dict) for value in state["state"].values()):
-                raise _damaged("the optimizer state", state["state"], "a dict by number")
+            entries = state["state"]
+            if not all(key in indices and isinstance(entry, dict) for key, entry in entries.items()):
+                raise _damaged("the optimizer state", entries, "a dict for each of the numbers in param_groups")
             for group in state["param_groups"]:
                 for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
                     value = group["lr"] if key == "lr" else group.get(key, 0.0)
@@ -165,8 +189,16 @@ def _damaged(key: str, value: Any, wanted: str) -> UserError:
     return UserError(f"this checkpoint is damaged: {key} is {shown(value)}, wanted {wanted}; use another checkpoint")
 
 
+def refuse_other_size(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    ours, theirs = size_of(module), checkpoint_size(checkpoint, type(module).__name__)
+    assert ours is not None
+    for key, here, there in zip(Size._fields, ours, theirs, strict=True):
+        if here != there:
+            raise UserError(f"its {key} is {there}, but model.{key} is {here}; set model.{key}: {there}")
+
+
 def checkpoint_size(checkpoint: dict[str, Any], module: str) -> Size:
-    """The size a checkpoint was saved at; raises a UserError if it is of another architecture."""
+    """The size a checkpoint was saved at; raises a UserError if it is of a module of another class."""
     refuse_malformed(checkpoint)
     if "width" not in checkpoint["hyper_parameters"]:
         raise UserError(_FOREIGN)
@@ -178,11 +210,13 @@ def checkpoint_size(checkpoint: dict[str, Any], module: str) -> Size:
     return Size(arguments["width"], arguments.get("layers"))
 
 
-def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
+def refuse_other_architecture(
+    net: nn.Module, arguments: Mapping[str, Any], checkpoint: dict[str, Any], prefix: str = "net."
+) -> None:
     """Raises a UserError, naming arguments that differ, if a network of its width does not fit the checkpoint."""
-    ours = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
+    ours = {f"{prefix}{name}": tensor for name, tensor in net.state_dict().items()}
     # a sharded checkpoint has loaded its weights before
-    theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")}
+    theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith(prefix)}
     odd = sorted(ours.keys() ^ theirs.keys()) or [name for name in ours if ours[name].shape != theirs[name].shape]
     refuse_other_kinds(ours, theirs)
     saved, arguments = _by_key(checkpoint["hyper_parameters"]), _by_key(arguments)
@@ -248,11 +282,24 @@ def non_finite_in(checkpoint: dict[str, Any], parameters: Iterable[str] = ()) ->
 
 
 @torch.no_grad()
-def load_weights(net: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Writes a checkpoint's weights and buffers into the network, sharded or not."""
+def load_weights(net: nn.Module, checkpoint: dict[str, Any], prefix: str = "net.") -> None:
+    """Writes a checkpoint's weights and buffers into a network, sharded or not, or into a module without the prefix."""
     for name, tensor in net.state_dict().items():
         with whole(tensor) as target:
-            target.copy_(checkpoint["state_dict"][f"net.{name}"])
+            target.copy_(checkpoint["state_dict"][f"{prefix}{name}"])
+
+
+def start_from(path: str | Path, module: LightningModule, net: nn.Module) -> dict[str, Any]:
+    """Writes the weights of a checkpoint of the same module and size into its network; returns the checkpoint."""
+    checkpoint = load_checkpoint(path)
+    refuse_other_size(module, checkpoint)
+    refuse_other_architecture(net, module.hparams, checkpoint)
+    bad = non_finite_in(checkpoint, (name for name, _ in module.named_parameters()))
+    if bad is not None:
+        raise UserError(f"it has NaN or infinite entries in {bad}; use an earlier checkpoint")
+    load_weights(net, checkpoint)
+    restore_mixed_widths(net, checkpoint[CHECKPOINT_KEY]["mixed_widths"])
+    return checkpoint
 
 
 def load_optimizer_state(module: nn.Module, optimizers: list[Optimizer], checkpoint: dict[str, Any]) -> None:

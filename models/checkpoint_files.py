@@ -2,12 +2,13 @@
 
 import copy
 import os
-import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,62 +37,29 @@ thousandth of the time of a copy to the host, for which the device would have to
 SMALL = 2**24
 """Bytes for which there is always room. To ask how much memory is free takes longer than to copy them."""
 
-JOINED = 2**20
-"""Bytes of the largest tensors that are copied together."""
-
-JOINABLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8})
-"""Of these types; `torch.cat` does not know all others."""
-
 CONSTANTS = frozenset({int, float, str, bool, bytes, type(None)})
 """Types of values that nothing can change."""
 
 Operation = Callable[[], None]
 
 
-class FileThread:
-    """Does things to files one after another, for all runs of this process.
-
-    One thread at a time runs Python: with a thread for each run of a stack, the one that trains would hardly run.
-    """
-
-    def __init__(self) -> None:
-        self.may_begin = threading.Event()
-        self.may_begin.set()
-        self._waiting: queue.Queue[Operation] = queue.Queue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stream: torch.cuda.Stream | None = None
-
-    def stream(self, gpu: torch.device) -> torch.cuda.Stream:
-        """One for all copies to the host: torch gives them out in turn, in the end that of a capture."""
-        if self._stream is None or self._stream.device != gpu:
-            self._stream = torch.cuda.Stream(gpu)
-        return self._stream
-
-    def do(self, operation: Operation) -> None:
-        """After all before. The operation raises no exception."""
-        with self._lock:
-            if self._thread is None:
-                # a daemon: a second Ctrl-C ends the process at once
-                thread = threading.Thread(target=self._work, args=(self._waiting,), daemon=True, name="checkpoints")
-                thread.start()
-                self._thread = thread
-            self._waiting.put(operation)
-
-    def _work(self, waiting: queue.Queue[Operation]) -> None:
-        while True:
-            try:
-                operation = waiting.get_nowait()
-            except queue.Empty:
-                operation = waiting.get()
-                time.sleep(HEAD_START)
-            self.may_begin.wait()
-            operation()
-            del operation  # and what it holds
+MAY_BEGIN = threading.Event()
+MAY_BEGIN.set()
 
 
-THREAD = FileThread()
-os.register_at_fork(after_in_child=THREAD.__init__)  # type: ignore[misc]  # a process that was forked has no threads
+@cache
+def executor() -> ThreadPoolExecutor:
+    """Does things to files one after another, in one thread for all runs of this process."""
+    return ThreadPoolExecutor(1, "checkpoints")
+
+
+@cache
+def copy_stream(gpu: torch.device) -> torch.cuda.Stream:
+    """One for all copies to the host: torch gives streams out in turn, in the end that of a capture."""
+    return torch.cuda.Stream(gpu)
+
+
+os.register_at_fork(after_in_child=executor.cache_clear)  # a process that was forked has no threads
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -100,21 +68,21 @@ class CheckpointFiles(TorchCheckpointIO):
     Lightning uses the system's folder for temporary files, which may be small or on another file system.
 
     `in_background`, checkpoints are copied in memory, and a thread writes, links and deletes files, in the order in
-    which it was asked to. So what is on disk is always what was there without it, some steps earlier, and
-    a process that is killed leaves whole files. Training waits if one copy is being written and another one waits, at
-    the end of a fit, and after an exception. Between `hold` and `go_on` the thread begins nothing, unless training
-    waits for it. An error of the thread ends the run at the end of the step; what it had still to do is dropped.
+    which it was asked to. (Lightning's AsyncCheckpointIO deletes files at once, and so before it has written them.) So
+    what is on disk is always what was there without it, some steps earlier, and a process that is killed leaves whole
+    files. Training waits if one copy is being written and another one waits, at the end of a fit, and after an
+    exception. Between `hold` and `go_on` the thread begins nothing, unless training waits for it. An error of the
+    thread ends the run at the end of the step; what it had still to do is dropped.
     """
 
     in_background = False
 
     def __init__(self) -> None:
-        self._lock = threading.Condition()
-        self._asked = 0
-        """How many operations the thread has still to do."""
-        self._copies = 0
-        self._failure: BaseException | None = None
-        self._defers = self._is_given_up = False
+        self._under_way: deque[Future[None]] = deque()
+        """What the thread was asked to do, in its order; what is done stays until somebody asks for errors."""
+        self._writes: deque[Future[None]] = deque(maxlen=AT_ONCE)
+        """The last of them that write copies."""
+        self._has_failed = self._defers = self._is_given_up = False
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         if not is_remote(path) and Path(path).is_dir():
@@ -122,33 +90,29 @@ class CheckpointFiles(TorchCheckpointIO):
         return super().load_checkpoint(path, *arguments, **options)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        copied = CheckpointCopy(checkpoint) if self._defers else None
-        if copied is None or not has_room(copied.tensors):
+        tensors = tensors_in(checkpoint) if self._defers else None
+        if tensors is None or not has_room(tensors):
             self.wait()
-            self._save(map_leaves(alone, checkpoint), path, storage_options)
+            self._save(map_leaves(own_storage, checkpoint), path, storage_options)
             return
-        if self._copies == AT_ONCE:
+        if len(self._writes) == AT_ONCE and not self._writes[0].done():
             self.go_on()
-        with self._lock:
-            self._lock.wait_for(lambda: self._copies < AT_ONCE)
+            wait([self._writes[0]])
         self.raise_error()
-        copied.take()
-        with self._lock:
-            self._copies += 1
+        content = copy_checkpoint(checkpoint, tensors)
+        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        is_there = None if gpu is None else torch.cuda.current_stream(gpu).record_event()
 
         def save() -> None:
-            assert copied is not None
-            copied.finish()  # the memory of the GPU is free before the file is written
-            self._save(copied.content, path, storage_options)
+            nonlocal content
+            if is_there is not None:  # beside what the GPU has to do since; its memory is free before the file is there
+                with torch.cuda.stream(copy_stream(gpu)):
+                    is_there.synchronize()
+                    content = map_tensors(Tensor.cpu, content)
+            self._save(content, path, storage_options)
 
-        def forget() -> None:
-            nonlocal copied
-            copied = None
-            with self._lock:
-                self._copies -= 1
-                self._lock.notify_all()
-
-        self.later(save, forget)
+        self.later(save)
+        self._writes.append(self._under_way[-1])
 
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if storage_options is not None or is_remote(path):
@@ -167,64 +131,57 @@ class CheckpointFiles(TorchCheckpointIO):
         finally:
             self._defers = False
 
-    def later(self, operation: Operation, end: Operation = lambda: None) -> None:
-        """Does something to files after all before, then calls `end`, in any case; at once if not `in_background`."""
+    def later(self, operation: Operation) -> None:
+        """Does something to files after all before; at once if not `in_background`."""
         if not self.in_background:
             operation()
             return
-        with self._lock:  # which the thread takes before it counts down
-            self._asked += 1
-            try:
-                THREAD.do(lambda: self._carry_out(operation, end))
-            except BaseException:
-                self._asked -= 1
-                raise
+        is_first = all(before.done() for before in self._under_way)
+        self._under_way.append(executor().submit(self._carry_out, operation, is_first))
 
-    def _carry_out(self, operation: Operation, end: Operation) -> None:
+    def _carry_out(self, operation: Operation, is_first: bool) -> None:
+        if is_first:
+            time.sleep(HEAD_START)
+        MAY_BEGIN.wait()
+        if self._has_failed or self._is_given_up:
+            return
         try:
-            if self._failure is None and not self._is_given_up:
-                operation()
-        except BaseException as error:
-            self._failure = error
-        end()
-        with self._lock:
-            self._asked -= 1
-            self._lock.notify_all()
+            operation()
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def hold(self) -> None:
         """Lets the thread begin nothing: one thread at a time runs Python, and the run has more urgent things to do."""
-        THREAD.may_begin.clear()
+        MAY_BEGIN.clear()
 
     def go_on(self) -> None:
         """Ends a `hold`."""
-        THREAD.may_begin.set()
+        MAY_BEGIN.set()
 
     def wait(self) -> None:
         """Returns once all files are written; raises the error of the thread."""
         if not self._is_given_up:
-            self._wait_for_all()
+            self.go_on()
+            wait(self._under_way)
         self.raise_error()
-
-    def _wait_for_all(self) -> None:
-        self.go_on()
-        with self._lock:
-            self._lock.wait_for(lambda: self._asked == 0)
 
     def give_up(self) -> None:
         """Drops what was not begun, and waits for nothing any more: the process is to end at once."""
         self._is_given_up = True
         self.go_on()
 
-    @property
-    def has_failed(self) -> bool:
-        return self._failure is not None
-
     def raise_error(self) -> None:
-        if self._failure is not None:
-            self._wait_for_all()  # until all that was to follow is dropped: it may delete older checkpoints
-        error, self._failure = self._failure, None
-        if error is not None:
-            raise error
+        """Raises the error of the thread, if there is one, once all that was to follow is dropped: it may delete older
+        checkpoints."""
+        while self._under_way and self._under_way[0].done():
+            error = self._under_way.popleft().exception()
+            if error is not None:
+                self.go_on()
+                wait(self._under_way)
+                self._under_way.clear()
+                self._has_failed = False
+                raise error
 
     def teardown(self) -> None:
         self.wait()
@@ -246,104 +203,57 @@ def pays_in_background(trainer: Trainer) -> bool:
 
 
 def files_of(trainer: Trainer) -> CheckpointFiles:
-    """What writes the checkpoints of a run; if that is a plugin of the user, one that has nothing to write."""
+    """Returns what writes the checkpoints of a run, or one without work where that is a plugin of the user."""
     files = trainer.strategy.checkpoint_io
     return files if isinstance(files, CheckpointFiles) else CheckpointFiles()
 
 
-def alone(value: Any) -> Any:
+def is_part(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def own_storage(value: Any) -> Any:
     """A tensor with its own memory: torch would save the whole stack with a model of a stack."""
-    is_part = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
-    return value.clone() if is_part else value
+    return value.clone() if isinstance(value, Tensor) and is_part(value) else value
 
 
-class CheckpointCopy:
-    """A copy of a checkpoint, which nothing changes. Its tensors share what they shared; they are on the host.
+def copy_checkpoint(checkpoint: Any, tensors: list[Tensor]) -> Any:
+    """A copy of a checkpoint with these tensors, which nothing changes: on their device if that has room for it, which
+    no step waits for, else on the host."""
+    if fits_on_device(tensors):
+        with suppress(torch.OutOfMemoryError):  # where less is left than is small
+            return map_tensors(torch.clone, checkpoint)
+    return map_tensors(lambda tensor: tensor.cpu() if tensor.is_cuda else tensor.clone(), checkpoint)
 
-    The tensors of `content` are empty at first. `take` copies the memory of the `tensors`, which may change from then
-    on, and `finish`, in any thread, fills `content`. Small tensors are copied together: with a call for each, a small
-    network would wait for several steps.
-    """
 
-    def __init__(self, checkpoint: Any) -> None:
-        self.tensors: list[Tensor] = []
-        """Those of the checkpoint whose memory is to be copied; all other objects copy themselves, at once."""
-        self._made: list[Tensor] = []
-        self._places: list[tuple[Address, int, torch.Size, tuple[int, ...], bool]] = []
-        """Of each tensor that was made: where in which memory it is, and whether it has a gradient."""
-        self._copies: list[tuple[list[tuple[Address, int]], Tensor]] = []
-        """Whose memory a copy holds, with the numbers of bytes, one after another."""
-        self._is_there: torch.cuda.Event | None = None
-        self._memo: dict[int, Any] = {}
-        self.content = map_leaves(self._copy, checkpoint)
-        self._memo.clear()
+@torch.no_grad()
+def map_tensors(function: Callable[[Tensor], Tensor], checkpoint: Any) -> Any:
+    """A deep copy whose tensors lie in what a function makes of the memory of theirs; they share what they shared."""
+    memories: dict[tuple[torch.device, int], Tensor] = {}
+    memo: dict[int, Any] = {}
 
-    def _copy(self, leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         if not is_copied(leaf):
-            return copy.deepcopy(leaf, self._memo)
-        made = self._memo.get(id(leaf))
-        if made is None:
-            made = self._memo[id(leaf)] = torch.empty(0, dtype=leaf.dtype, device="cpu")
-            self.tensors.append(leaf)
-            self._made.append(made)
-        return made
+            return copy.deepcopy(leaf, memo)
+        if is_part(leaf):
+            return function(leaf).requires_grad_(leaf.requires_grad)
+        address = leaf.device, leaf.untyped_storage().data_ptr()
+        if address not in memories:
+            # bytes: to copy a tensor lets other threads run Python, to copy a storage does not
+            memory = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(leaf.untyped_storage())
+            memories[address] = function(memory)
+        made = torch.empty(0, dtype=leaf.dtype, device=memories[address].device)
+        made.set_(memories[address].untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+        return made.requires_grad_(leaf.requires_grad)
 
-    @torch.no_grad()
-    def take(self) -> None:
-        """Copies the tensors: on a GPU with room for that, without waiting for it, and otherwise to the host."""
-        groups: dict[Any, list[tuple[Address, Tensor]]] = {}
-        known: set[Address] = set()
-        for tensor in map(alone, self.tensors):
-            storage, device = tensor.untyped_storage(), tensor.device
-            size, address = storage.nbytes(), (device, storage.data_ptr())
-            self._places.append((address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.requires_grad))
-            if address not in known:
-                known.add(address)
-                memory = tensor.as_strided((size // tensor.itemsize,), (1,), 0)
-                is_small = size <= JOINED and tensor.dtype in JOINABLE
-                groups.setdefault((device, tensor.dtype) if is_small else address, []).append((address, memory))
-        memories = [[memory for _, memory in group] for group in groups.values()]
-        on_host = not fits_on_device(self.tensors)
-        try:
-            copies = [joined(parts, on_host=on_host) for parts in memories]
-        except torch.OutOfMemoryError:  # where less is left than is small
-            copies = [joined(parts, on_host=True) for parts in memories]
-        for group, copied in zip(groups.values(), copies, strict=True):
-            self._copies.append(([(address, memory.nbytes) for address, memory in group], copied))
-        gpu = next((copied.device for copied in copies if copied.is_cuda), None)
-        self._is_there = None if gpu is None else torch.cuda.current_stream(gpu).record_event()
-        self.tensors.clear()
-
-    def finish(self) -> None:
-        """Fills `content`, beside what the GPU has to do since `take`."""
-        hosted = [copied for _, copied in self._copies]
-        if self._is_there is not None:
-            stream = THREAD.stream(next(copied.device for copied in hosted if copied.is_cuda))
-            with torch.cuda.stream(stream):
-                self._is_there.synchronize()
-                hosted = [copied.cpu() for copied in hosted]
-                stream.synchronize()
-        storages: dict[Address, torch.UntypedStorage] = {}
-        for (sizes, _), copied in zip(self._copies, hosted, strict=True):
-            # a file has all of a tensor's storage, so each gets one of its own, without another copy
-            memory, start = copied.view(torch.uint8).numpy(), 0
-            for address, size in sizes:
-                storages[address] = torch.from_numpy(memory[start : start + size]).untyped_storage()
-                start += size
-        self._copies.clear()
-        for made, (address, *place, requires_grad) in zip(self._made, self._places, strict=True):
-            made.set_(storages[address], *place).requires_grad_(requires_grad)
+    return map_leaves(map_leaf, checkpoint)
 
 
-Address = tuple[torch.device, int]
-"""Of the memory of a tensor."""
-
-
-def joined(parts: list[Tensor], *, on_host: bool) -> Tensor:
-    """Vectors one after another, in other memory."""
-    if len(parts) == 1:
-        return parts[0].to("cpu" if on_host else None, copy=True)
-    return torch.cat([part.cpu() for part in parts] if on_host else parts)
+def tensors_in(checkpoint: Any) -> list[Tensor]:
+    """The tensors whose memory `map_tensors` copies; all other objects copy themselves."""
+    found: list[Tensor] = []
+    map_leaves(lambda leaf: found.append(leaf) if is_copied(leaf) else None, checkpoint)
+    return found
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

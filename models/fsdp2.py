@@ -7,13 +7,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from mupscale.errors import prefix_errors
 from mupscale.models._lightning import DataParallelMesh
-from mupscale.models.base import Growable, refuse_other_size
 from mupscale.models.checkpoint import (
+    CHECKPOINT_KEY,
     load_checkpoint,
     load_hyperparameters,
     load_optimizer_state,
     load_weights,
     refuse_other_architecture,
+    refuse_other_size,
+    size_of,
 )
 from mupscale.models.sharded import outline
 
@@ -37,18 +39,17 @@ class FSDP2(DataParallelMesh):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
-        if not isinstance(module, Growable):
-            return super().load_checkpoint(path, weights_only)
-        assert module.net is not None
-        if path.is_dir():
-            refuse_other_architecture(module.net, module.hparams, outline(path))
-            return super().load_checkpoint(path, weights_only)
+        assert module is not None
         # Lightning would number the parameters of an optimizer in the order of the model, a file does so in its own
-        checkpoint = load_checkpoint(path, mapped=True)
-        with prefix_errors(str(path)):
-            refuse_other_size(module.size, module.size_in(checkpoint))
-        refuse_other_architecture(module.net, module.hparams, checkpoint)
-        load_weights(module.net, checkpoint)
+        checkpoint = outline(path) if path.is_dir() else load_checkpoint(path, mapped=True)
+        if CHECKPOINT_KEY in checkpoint:
+            refuse_other_architecture(module, module.hparams, checkpoint, "")
+        if path.is_dir() or CHECKPOINT_KEY not in checkpoint:
+            return super().load_checkpoint(path, weights_only)
+        if size_of(module) is not None:
+            with prefix_errors(str(path)):
+                refuse_other_size(module, checkpoint)
+        load_weights(module, checkpoint, "")
         load_optimizer_state(module, self.optimizers, checkpoint)
         load_hyperparameters(self.optimizers, checkpoint)
         del checkpoint["state_dict"]

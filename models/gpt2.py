@@ -312,13 +312,9 @@ class GPT2(LanguageModel):
             raise UserError(f"give one width, or three: d_model, that of all heads, feed-forward units; got {width}")
         return GPT2Net(width[0], attention_width=width[1], feed_forward=width[2], **shape)
 
-    def shard(self, net: nn.Module, mesh: Any) -> None:
-        from torch.distributed.fsdp import fully_shard
-
+    def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         assert isinstance(net, GPT2Net)
-        for block in net.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(net, mesh=mesh)
+        return list(net.blocks)
 
     def compile_network(self, net: nn.Module) -> None:
         # by parts: the blocks share one compilation, which takes half the time of the whole, and runs as fast

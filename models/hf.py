@@ -229,13 +229,9 @@ class HFCausalLM(LanguageModel):
         for part in (*net.layers(), net.loss):
             part.compile()
 
-    def shard(self, net: nn.Module, mesh: Any) -> None:
-        from torch.distributed.fsdp import fully_shard
-
+    def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         assert isinstance(net, CausalLMNet)
-        for layer in net.layers():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(net, mesh=mesh)
+        return net.layers()
 
     def loss(self, batch: Tensor) -> Tensor:
         return self(batch[:, :-1], batch[:, 1:])

@@ -4,12 +4,17 @@ import math
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification.accuracy import MulticlassAccuracy
 from torchmetrics.text.perplexity import Perplexity
 
+from mupscale.models._lightning import trainer_of
 from mupscale.models.base import Growable, Scores
+from mupscale.models.checkpoint import Width
+from mupscale.models.fp8 import refuse_without_float8, summary_of, use_float8_
 
 
 class Classifier(Growable):
@@ -61,10 +66,37 @@ def _scores_of_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[s
 class LanguageModel(Growable):
     """Trains on rows of tokens, of which logits predict the next; validates and tests with loss and perplexity."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, width: Width, base_width: Width, *, fp8: bool = False, **kwargs: Any) -> None:
+        """
+        Args:
+            fp8: Compute the blocks' linear layers of width 1024 and more in float8, on a GPU that can, with
+                `trainer.precision: bf16-mixed`. Compile the network too: without that it is slower.
+        """
+        super().__init__(width, base_width, **kwargs)
         # outside the network, so that widening does not change them
         self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
+
+    def blocks_of(self, net: nn.Module) -> list[nn.Module]:
+        """The layers of a network, which are compiled, sharded and put into float8 one by one."""
+        return []
+
+    def prepare_network(self) -> None:
+        assert self.net is not None
+        if self.hparams["fp8"] and not self.is_in_stack:
+            trainer = trainer_of(self)
+            for block in self.blocks_of(self.net):
+                use_float8_(block)
+            if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+                refuse_without_float8(trainer.strategy.root_device, trainer.precision)
+                rank_zero_info(summary_of(self.net))
+        super().prepare_network()
+
+    def shard(self, net: nn.Module, mesh: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in self.blocks_of(net):
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
 
     def batch_size(self, batch: Tensor) -> int:
         return batch[:, 1:].numel()

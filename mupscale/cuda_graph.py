@@ -60,6 +60,10 @@ class CapturedStep:
         self._graph.replay()
         return self._loss.clone()
 
+    def takes(self, batch: Any) -> bool:
+        """Whether a batch is like the one that was captured; the optimizer is not looked at."""
+        return batch_kind(batch) == self.kind[0]
+
 
 def use_fused(optimizer: Optimizer) -> None:
     """Switches on torch's fused kernel, one for a whole group, where there is one and the user chose nothing else."""

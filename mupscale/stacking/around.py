@@ -18,7 +18,7 @@ Around = dict[str, Tensor]
 see it in other units ("mixed"), and what these are ("inward", "outward", "shift"). Empty for most weights."""
 
 
-def around(weight: Tensor, records: Sequence[Record]) -> Around:
+def adjustments(weight: Tensor, records: Sequence[Record]) -> Around:
     """What happens around the update of a stacked weight, from the records of its parameter in each model."""
     answer: Around = {}
     born = [record.born(weight[0]) if record.births else [] for record in records]
@@ -38,7 +38,7 @@ def around(weight: Tensor, records: Sequence[Record]) -> Around:
     return answer
 
 
-def moved_around(
+def step_adjusted(
     parts: Around,
     update: Callable[..., None],
     weight: Tensor,
@@ -95,9 +95,9 @@ class StackedClip:
             return list(gradients)
         total = torch.stack(squares, 1).sum(1).sqrt()
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch does
-        return [None if gradient is None else gradient * along(scale, gradient) for gradient in gradients]
+        return [None if gradient is None else gradient * per_model(scale, gradient) for gradient in gradients]
 
 
-def along(values: Tensor, tensor: Tensor) -> Tensor:
+def per_model(values: Tensor, tensor: Tensor) -> Tensor:
     """One value for each model, in a shape that multiplies a stacked tensor."""
     return values.to(tensor.dtype).view(-1, *[1] * (tensor.ndim - 1))

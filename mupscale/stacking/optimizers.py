@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.stacking.around import Around, along, around, moved_around
+from mupscale.stacking.around import Around, adjustments, per_model, step_adjusted
 from mupscale.stacking.compiled import Compiled
 from mupscale.widening.optimizers import groups_by_id, rule_of
 from mupscale.widening.stepping import Record, step_records, update_factor
@@ -54,7 +54,7 @@ class StackedOptimizer:
         self._refuse_unlike()
         device = next(iter(weights.values())).device
         self._around = {
-            name: around(weight.detach(), [place[name].record for place in self._places])
+            name: adjustments(weight.detach(), [place[name].record for place in self._places])
             for name, weight in weights.items()
         }
         self._births = self._stacked_births()
@@ -219,7 +219,7 @@ class StackedOptimizer:
                         )
 
 
-class Place(NamedTuple):
+class ParameterSlot(NamedTuple):
     """Where an optimizer has a parameter: its group, and its state."""
 
     optimizer: Optimizer
@@ -322,9 +322,9 @@ def _update_all(
 ) -> None:
     """Moves all weights. The factors are [weights, models]."""
     for index, (weight, gradient, state, parts) in enumerate(zip(weights, gradients, states, arounds, strict=True)):
-        own = {key: along(value[index], weight) for key, value in factors.items()}
+        own = {key: per_model(value[index], weight) for key, value in factors.items()}
         new_factors = [own.pop(key) for key in list(own) if key.startswith(_NEW)]
-        moved_around(parts, update, weight, gradient, state, own, flags, new_factors=new_factors)
+        step_adjusted(parts, update, weight, gradient, state, own, flags, new_factors=new_factors)
 
 
 KINDS: dict[type[Optimizer], type[StackedOptimizer]] = {
@@ -353,7 +353,7 @@ def stacked_optimizer(
     return stacked_kind(type(optimizers[0]))(weights, models, optimizers, compiled=compiled)
 
 
-def _places(model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor]) -> dict[str, Place]:
+def _places(model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor]) -> dict[str, ParameterSlot]:
     groups, records = groups_by_id(optimizer), step_records(optimizer)
     places = {}
     for name, parameter in model.named_parameters():
@@ -363,5 +363,5 @@ def _places(model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor]) 
                     f"{name} is trained, but its optimizer does not have it; freeze it, or leave it to torch"
                 )
             record = records.get(id(parameter), Record())
-            places[name] = Place(optimizer, parameter, groups[id(parameter)], record)
+            places[name] = ParameterSlot(optimizer, parameter, groups[id(parameter)], record)
     return places

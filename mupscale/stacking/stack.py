@@ -120,6 +120,12 @@ class Stack:
         """The losses of all models on a batch: one for all, or with a leading axis one for each."""
         return self._losses(self.parameters, self.buffers, batch, shared)
 
+    def measure(self, batch: Any, *, shared: bool = True) -> Tensor:
+        """The losses of all models on a batch, leaving the buffers as they are."""
+        with torch.no_grad():
+            buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+            return self._losses(self.parameters, buffers, batch, shared)
+
     def evaluate(self, function: Scoring, batch: Any, *, shared: bool = True) -> dict[str, Tensor]:
         """What the function measures of each model on a batch, with all modules in eval mode; no weight changes.
 
@@ -327,8 +333,9 @@ def bytes_per_model(
     largest = max((parameter.nbytes for parameter in trained), default=0)
     update = weights + (5 if grown else 2) * largest  # clipped gradients, and the temporaries of one weight
     masks = sum(parameter.numel() for parameter in trained) if grown else 0
+    again = moments * weights if grown else 0  # where all are stacked anew, they are there twice, without gradients
     others = _bytes([*model.buffers(), *fixed, *_tensors(batch)])
-    return int((1 + WORKSPACE) * (others + masks + weights * (2 + moments) + max(backward, update)))
+    return int((1 + WORKSPACE) * (others + masks + weights * (2 + moments) + max(backward, update, again)))
 
 
 def saved_per_model(

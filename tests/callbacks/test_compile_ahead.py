@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from training_runs import quiet_trainer
 
-from mupscale.callbacks import compile_ahead, upscale
+from mupscale.callbacks import compile_ahead, growth_schedule, upscale
 from mupscale.callbacks.compile_ahead import keep_one_of_each, start_compiling
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
@@ -42,19 +42,19 @@ class Compilations(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         self.hits[step], self.misses[step] = (counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss"))
-        for swap in upscale.swaps_of(trainer):
-            if swap.at_step == step and swap.ahead is not None:
-                self.codes.append(swap.ahead.wait(300))
+        swap = upscale.swaps_of(trainer)[0]
+        if swap.at_step == step and swap.schedule.ahead is not None:
+            self.codes.append(swap.schedule.ahead.wait(300))
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive  # the code generator takes a minute
 def test_the_first_wide_step_finds_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
+    monkeypatch.setattr(growth_schedule, "pays_ahead", lambda trainer, module: True)
     torch.compiler.reset()
     found = Compilations()
-    fit(mlp(compile=True), tmp_path, 4, UpscaleCallback(2, 16), found)
+    fit(mlp(compile=True), tmp_path, 4, UpscaleCallback(2, 16, noise=None), found)
     assert found.codes == [0]
     assert found.misses == {1: 2, 2: 0, 3: 0, 4: 0}, "forth and back"
     assert found.hits == {1: 0, 2: 0, 3: 2, 4: 0}
@@ -85,9 +85,9 @@ def test_the_process_ends_with_the_growth_or_the_run(
     watching = Watching(fails)
     monkeypatch.setattr(compile_ahead, "PROGRAM", "import sys, time; sys.stdin.buffer.read(); time.sleep(600)")
     monkeypatch.setattr(compile_ahead, "start_compiling", watching.start)
-    monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
+    monkeypatch.setattr(growth_schedule, "pays_ahead", lambda trainer, module: True)
     with pytest.raises(RuntimeError, match="the run fails") if fails else nullcontext():
-        fit(gpt2(), tmp_path, 4, UpscaleCallback(3, 16), watching)
+        fit(gpt2(), tmp_path, 4, UpscaleCallback(3, 16, noise=None), watching)
     # of three steps: it begins after the first one, which takes the memory that the run needs
     assert watching.codes == [None, None, -9][: 1 if fails else 3]
     assert [process.returncode for process in watching.processes] == [-9]
@@ -98,9 +98,9 @@ def test_without_room_for_a_process_the_run_goes_on(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
+    monkeypatch.setattr(growth_schedule, "pays_ahead", lambda trainer, module: True)
     module = gpt2()
-    fit(module, tmp_path, 3, UpscaleCallback(2, 16))
+    fit(module, tmp_path, 3, UpscaleCallback(2, 16, noise=None))
     assert module.width == 16
 
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_pickled_starts_no_process(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(subprocess, "Popen", refuse)
     module = Local(8, base_width=4, layers=1, heads=2, vocabulary=11, context=8)
     trainer = Trainer(accelerator="cpu", logger=False)
-    assert start_compiling(trainer, module, module.size, torch.zeros(2, 9)) is None
+    assert start_compiling(trainer, module, module.make_twin({}), torch.zeros(2, 9)) is None
 
 
 def test_one_block_of_each_kind_stays() -> None:

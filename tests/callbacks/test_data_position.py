@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from extensions import Dropping
-from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from tiny_modules import ADAMW, rows
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -15,6 +15,7 @@ from training_runs import Checkpoints, quiet_trainer
 
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
 
@@ -123,7 +124,7 @@ def fitted(
     """The weights and the last validation of ten steps, which depend on all random numbers; it grows at step 6."""
     seed_everything(0, verbose=False)
     model = kind(8, 4, 6, 3, optimizer=ADAMW)
-    callbacks = [ExactResume(), UpscaleCallback(6, 16), *([Checkpoints(folder)] if resumed is None else [])]
+    callbacks = [ExactResume(), UpscaleCallback(6, 16, noise=None), *([Checkpoints(folder)] if resumed is None else [])]
     settings = {"max_steps": 10, "val_check_interval": 3, "check_val_every_n_epoch": None, **settings}
     trainer = quiet_trainer(
         default_root_dir=folder, callbacks=callbacks, enable_checkpointing=resumed is None, **settings
@@ -161,11 +162,57 @@ class FirstOfTwo(Dropping):
         return super().loss(batch if isinstance(batch[0], Tensor) else batch[0])
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_what_cannot_be_continued_exactly_is_told(tmp_path: Path) -> None:
-    def several() -> list[Any]:
-        return [LOADERS["shuffled"](), Sized()]
+MIXED = "data loaders with and without state_dict: the batches after this resume"
+PERSISTENT = "persistent_workers, whose random numbers are not saved"
 
+
+def with_workers() -> Any:
+    return DataLoader(TensorDataset(*data()), 8, num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("several", "step", "said"), [(lambda: [LOADERS["shuffled"](), Sized()], 2, MIXED), (with_workers, 5, PERSISTENT)]
+)
+def test_what_cannot_be_continued_exactly_is_told(
+    several: Callable[[], Any], step: int, said: str, tmp_path: Path
+) -> None:
     fitted(several(), tmp_path, kind=FirstOfTwo, max_steps=7)
-    with pytest.warns(UserWarning, match="data loaders with and without state_dict: the batches after this resume"):
-        fitted(several(), tmp_path, 2, FirstOfTwo, max_steps=7)
+    with pytest.warns(UserWarning, match=said):
+        fitted(several(), tmp_path, step, FirstOfTwo, max_steps=7)
+
+
+class Seen(Callback):
+    """The number of each batch that a step has had."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.numbers.append(int(batch[2][0]))
+
+
+def test_a_run_that_is_extended_twice_within_an_epoch_sees_each_batch_once(tmp_path: Path) -> None:
+    """Lightning ends an epoch at `max_steps`, and counts its batches from zero in the run that goes on."""
+    batches = 12
+    tensors = rows(Dropping(8, 4, 6, 3), 8 * batches, torch.float32)
+    numbered = TensorDataset(*tensors, torch.arange(8 * batches) // 8)
+    ckpt, numbers = None, []
+    for steps in (5, 7, 14):
+        seen = Seen()
+        trainer = quiet_trainer(
+            max_steps=steps, callbacks=[UpscaleCallback(3, 16, noise=None), ExactResume(), seen], limit_val_batches=0
+        )
+        trainer.fit(NumberedMLP(8, 4, inputs=6, outputs=3), DataLoader(numbered, 8), ckpt_path=ckpt)
+        ckpt = tmp_path / f"{steps}.ckpt"
+        trainer.save_checkpoint(ckpt)
+        numbers += seen.numbers
+    assert numbers == [*range(batches), 0, 1]
+
+
+class NumberedMLP(MLP):
+    """Its batches have a third part, their number."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch[:2])

@@ -1,12 +1,12 @@
-"""What `self.log` logs in a resumed run is what the uninterrupted run logs."""
+"""What `self.log` logs of a step or an epoch in whose end a checkpoint was written is logged in the resumed run."""
 
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
-from torchmetrics import MaxMetric, MeanMetric
-from training_runs import Checkpoints, fit
+from training_runs import fit
 
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.models.mlp import MLP
@@ -24,36 +24,29 @@ class Rows(DummyLogger):
 
 
 class Talkative(MLP):
-    """Logs values and metric objects, one of them at the end of an epoch only."""
-
-    def __init__(self, width: int, base_width: int = 4, inputs: int = 6, outputs: int = 3) -> None:
-        super().__init__(width, base_width, inputs, outputs)
-        self.means, self.largest = MeanMetric(), MaxMetric()
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.log("mean", loss, on_step=True, on_epoch=True)
-        self.log("sum", loss, on_step=False, on_epoch=True, reduce_fx=sum)
-        self.log("least", loss, on_step=False, on_epoch=True, reduce_fx="min")
-        self.means(loss.detach())
-        self.largest.update(loss.detach())
-        self.log("object", self.means, on_step=True, on_epoch=True)
+        self.log("of_step", loss, on_step=True, on_epoch=False)
         return loss
 
     def on_train_epoch_end(self) -> None:
-        self.log("largest", self.largest)
+        self.log("of_epoch", float(self.current_epoch))
 
 
 def logged(folder: Path, *callbacks: Any, **settings: Any) -> list[tuple[int | None, dict[str, float]]]:
     logger = Rows()
     settings = {"limit_train_batches": 4, "limit_val_batches": 0, "steps": 11, "logger": logger} | settings
-    fit(Talkative(8), folder, ExactResume(), *callbacks, **settings)
+    fit(Talkative(8, 4, inputs=6, outputs=3), folder, ExactResume(), *callbacks, **settings)
     return logger.rows
 
 
-def test_means_over_an_epoch_cover_the_batches_before_the_resume(tmp_path: Path) -> None:
-    every = logged(tmp_path, Checkpoints(tmp_path), enable_checkpointing=True)
-    assert [step for step, row in every if "mean_epoch" in row] == [3, 7, 10]
-    for step in (3, 5, 8):  # in the first epoch, in a later one, and at the end of that
-        rows = logged(tmp_path, ckpt=tmp_path / f"step={step}.ckpt")
-        assert rows == [(at, row) for at, row in every if at is not None and at >= step - 1]
+def test_what_was_to_be_logged_after_a_checkpoint_is_logged(tmp_path: Path) -> None:
+    at_steps = ModelCheckpoint(tmp_path / "of_step", "{step}", every_n_train_steps=1, save_top_k=-1)
+    at_epochs = ModelCheckpoint(tmp_path / "of_epoch", "{step}", save_on_train_epoch_end=True, save_top_k=-1)
+    every = logged(tmp_path, at_steps, at_epochs, enable_checkpointing=True)
+    assert [step for step, row in every if "of_epoch" in row] == [3, 7, 10]
+    assert [step for step, row in every if "of_step" in row] == list(range(11))
+    for name, steps in (("of_step", (3, 5, 8)), ("of_epoch", (4, 8))):
+        for step in steps:
+            begin = next(index for index, (at, row) in enumerate(every) if at == step - 1 and name in row)
+            assert logged(tmp_path, ckpt=tmp_path / name / f"step={step}.ckpt") == every[begin:], (name, step)

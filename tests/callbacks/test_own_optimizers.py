@@ -1,5 +1,6 @@
 """Growth of modules with a `configure_optimizers` of their own: rates continue, or the growth is refused."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ from tiers import slow_except
 from tiny_modules import ADAMW, SGD
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedules
-from training_runs import fit, gap
+from training_runs import Checkpoints, fit, gap, rates
 
 import mupscale
+from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
-from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
-from mupscale.widening.state import Source
 
 GROWTH = (20, 24), (32, 40)
 
@@ -88,58 +88,75 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Optimizer], Callable[[Optimizer], Any
 @pytest.mark.parametrize("case", slow_except(SCHEDULES, kept=["OneCycleLR of each", "CyclicLR", "ReduceLROnPlateau"]))
 def test_absolute_rates_of_each_group_continue(case: str, tmp_path: Path) -> None:
     narrow = fit(own(*SCHEDULES[case]), tmp_path)
-    wide = fit(own(*SCHEDULES[case]), tmp_path, *(UpscaleCallback(*growth) for growth in GROWTH))
+    wide = fit(own(*SCHEDULES[case]), tmp_path, *(UpscaleCallback(*growth, noise=None) for growth in GROWTH))
     assert gap(narrow, wide) < 1e-9
 
 
-def test_a_least_rate_of_all_groups_is_refused_before_training(tmp_path: Path) -> None:
-    def least(optimizer: Optimizer) -> Any:
-        return schedules.CosineAnnealingLR(optimizer, 50, eta_min=1e-3)
-
-    def later(optimizer: Optimizer) -> Any:
-        return schedules.SequentialLR(optimizer, [schedules.LinearLR(optimizer), least(optimizer)], [5])
-
-    for schedule in (least, later):
-        with pytest.raises(UserError, match=r"OwnMLP.configure_optimizers: (Cosine|Seq)\w+LR .*eta_min = 0.001.*Use a"):
-            fit(own(scaled, schedule), tmp_path, UpscaleCallback(20, 24))
-    assert list(tmp_path.iterdir()) == []
-    fit(own(scaled, least), tmp_path, steps=5)
-    same = mupscale.methods.HyperCloning()
-    fit(own(scaled, least), tmp_path, UpscaleCallback(2, 16, method=same), steps=5)
+def least(optimizer: Optimizer) -> Any:
+    return schedules.CosineAnnealingLR(optimizer, 40, eta_min=4e-3)
 
 
-def test_a_least_rate_inside_of_other_schedules_grows_with_the_rate_of_all_groups() -> None:
-    optimizer = ADAMW([torch.nn.Parameter(torch.zeros(2))])
-    parts = [schedules.LinearLR(optimizer), schedules.CosineAnnealingLR(optimizer, 50, eta_min=1e-3)]
-    for schedule in (schedules.SequentialLR(optimizer, parts, [5]), schedules.ChainedScheduler(parts)):
-        refuse_one_rate_for_all(schedule.state_dict(), [0.25, 0.25], "it", "")
-        state = schedule.state_dict()
-        rescale_schedule_state(state, optimizer.param_groups, [Source(0, 0.25)])
-        assert state["_schedulers"][1]["eta_min"] == 0.25e-3
+def later(optimizer: Optimizer) -> Any:
+    return schedules.SequentialLR(optimizer, [schedules.LinearLR(optimizer), least(optimizer)], [5])
 
 
-def test_a_group_with_different_rates_is_refused_at_the_swap(tmp_path: Path) -> None:
-    message = (
-        r"OwnMLP.configure_optimizers: layers.0.weight and layers.1.weight are in one group .* different values of lr "
-        r"\(0.01 and 0.003333\).*Call mupscale.apply_mup.*The run before.*pre-upscale-20.ckpt"
-    )
-    with pytest.raises(UserError, match=message):
-        fit(own(unscaled), tmp_path, UpscaleCallback(20, 24))
-    fit(own(unscaled), tmp_path, UpscaleCallback(2, 16, method=mupscale.methods.HyperCloning()), steps=5)
+def restarting(optimizer: Optimizer) -> Any:
+    return schedules.CosineAnnealingWarmRestarts(optimizer, 9, eta_min=4e-3)
+
+
+@pytest.mark.parametrize("schedule", slow_except([least, later, restarting], later, kept=[least]))
+def test_a_least_rate_of_all_groups_becomes_one_of_each(schedule: Any, tmp_path: Path) -> None:
+    """The losses go on through two growths; a run that is resumed between them, or after them, is the same."""
+    narrow = fit(own(scaled, schedule), tmp_path)
+    growths = [UpscaleCallback(*growth, noise=None) for growth in GROWTH]
+    saved, settings = Checkpoints(tmp_path), {"enable_checkpointing": True}
+    wide = fit(own(scaled, schedule), tmp_path, *growths, ExactResume(), saved, **settings)
+    assert gap(narrow, wide) < 1e-9
+    rate, matrix = rates(narrow), "net.layers.1.weight"
+    assert rates(wide)[matrix] == pytest.approx(rate[matrix] * 8 / 40, rel=1e-9)
+    assert rates(wide)["net.layers.1.bias"] == pytest.approx(rate["net.layers.1.bias"], rel=1e-9)
+    for step in (25, 40):
+        growths = [UpscaleCallback(*growth, noise=None) for growth in GROWTH]
+        again = fit(
+            own(scaled, schedule), tmp_path / "again", *growths, ExactResume(), ckpt=tmp_path / f"step={step}.ckpt"
+        )
+        assert torch.equal(again.losses, wide.losses[step:])
+        assert rates(again) == rates(wide)
+
+
+def by_kind(net: Any) -> Optimizer:
+    """Two groups that the user has named."""
+    matrices, vectors = ([p for p in net.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    return ADAMW([{"params": matrices, "name": "matrices"}, {"params": vectors, "name": "vectors"}])
+
+
+def test_a_group_whose_parameters_need_different_rates_is_split_and_the_split_is_printed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for optimizer, counts in ((unscaled, [1, 3]), (by_kind, [2, 4])):
+        narrow = fit(own(optimizer), tmp_path)
+        with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+            wide = fit(own(optimizer), tmp_path, *(UpscaleCallback(*g, noise=None) for g in GROWTH))
+        assert gap(narrow, wide) < 1e-9
+        assert [len(run.trainer.optimizers[0].param_groups) for run in (narrow, wide)] == counts
+    hidden = "0.3333 × lr, 3 × decay, 0.3333 × eps"
+    words = f"matrices: 0.3333 × eps; matrices-2: {hidden}; vectors: 0.3333 × eps; vectors-2: as before"
+    assert caplog.messages.count(f"AdamW after the growth: {words}") == 1
 
 
 def test_one_rate_for_two_optimizers_is_refused_before_training(tmp_path: Path) -> None:
     module = TwoOptimizersMLP(8, base_width=4, inputs=6, outputs=3)
     module.automatic_optimization = False
     with pytest.raises(UserError, match=r"UpscaleCallback.lr = 0.02: TwoOptimizersMLP has 2 optimizers"):
-        fit(module, tmp_path, UpscaleCallback(5, 24, lr=0.02), steps=-1, max_epochs=1)
+        fit(module, tmp_path, UpscaleCallback(5, 24, lr=0.02, noise=None), steps=-1, max_epochs=1)
     assert module.trainer.global_step == 0
 
 
-def test_an_optimizer_of_a_parameter_outside_of_the_network_is_refused_at_the_start(tmp_path: Path) -> None:
-    module = own(scaled)
-    module.temperature = torch.nn.Parameter(torch.ones(()))
-    module.optimizer_of = lambda net: torch.optim.AdamW([*net.parameters(), module.temperature])
-    with pytest.raises(UserError, match=r"OwnMLP\.configure_optimizers trains 'temperature', which is not in the net"):
-        fit(module, tmp_path, UpscaleCallback(4, 16), steps=6)
-    assert fit(module, tmp_path, steps=1).steps == [1]
+def test_a_trained_parameter_beside_the_network_continues(tmp_path: Path) -> None:
+    losses = []
+    for swaps in ([], [UpscaleCallback(4, 16, noise=None)]):
+        module = own(scaled)
+        module.temperature = torch.nn.Parameter(torch.ones(()))
+        module.optimizer_of = lambda net, own=module: torch.optim.AdamW([*net.parameters(), own.temperature])
+        losses.append(fit(module, tmp_path, *swaps, steps=8))
+    assert gap(*losses) < 1e-9

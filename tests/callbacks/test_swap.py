@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from training_runs import fit, gap
 
 import mupscale
+from mupscale.callbacks.growth_schedule import GrowthSchedule
 from mupscale.callbacks.swap import RefusedSwap
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.checks.agreement import Agreement
 from mupscale.errors import UserError
 from mupscale.methods.noise import Noise
 from mupscale.models.base import Growable
@@ -51,7 +51,10 @@ class WithMemory(Plain):
 
 
 def test_what_a_loss_remembers_is_not_changed_by_a_swap(tmp_path: Path) -> None:
-    narrow, wide = fit(WithMemory(), tmp_path, steps=8), fit(WithMemory(), tmp_path, UpscaleCallback(4, 16), steps=8)
+    narrow, wide = (
+        fit(WithMemory(), tmp_path, steps=8),
+        fit(WithMemory(), tmp_path, UpscaleCallback(4, 16, noise=None), steps=8),
+    )
     assert gap(narrow, wide) < 1e-12
 
 
@@ -61,8 +64,8 @@ class ScaledByWidth(Plain):
 
 
 def test_a_growth_that_is_not_exact_fails_at_the_first_batch(tmp_path: Path) -> None:
-    module, growth = ScaledByWidth(), UpscaleCallback(2, 16)
-    words = r"UpscaleCallback.width = 16: growth from width 8 is not exact: the loss differs by .* `loss` depends"
+    module, growth = ScaledByWidth(), UpscaleCallback(2, 16, noise=None)
+    words = r"UpscaleCallback.width = 16: the wide model does not compute and train as the narrow one: .* differs by"
     with pytest.raises(UserError, match=words):
         fit(module, tmp_path, growth, steps=3)
     assert module.global_step == 0
@@ -71,16 +74,16 @@ def test_a_growth_that_is_not_exact_fails_at_the_first_batch(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("noise", "growth"),
     [
-        (None, "an upscale without noise"),
-        (mupscale.AdditiveNoise(0.1, centred=True), "an upscale before its noise"),
-        (mupscale.SignalNoise(0.1), "an upscale before its noise"),
+        (None, "a growth without noise"),
+        (mupscale.AdditiveNoise(0.1, centred=True), "a growth before its noise"),
+        (mupscale.SignalNoise(0.1), "a growth before its noise"),
     ],
 )
 def test_a_growth_that_changes_the_loss_fails_at_the_swap(
     noise: Noise | None, growth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mupscale.models.growth_check.check_growth", lambda *_: Agreement(True))
-    words = rf"the loss of a batch changed from .* to .*, but {growth} keeps it.*The run before the upscale is saved in"
+    monkeypatch.setattr(GrowthSchedule, "check", lambda schedule, swap, *_: setattr(swap, "chosen_noise", noise))
+    words = rf"the loss of a batch changed from .* to .*, but {growth} keeps it.*The run before the growth is saved in"
     with pytest.raises(RefusedSwap, match=words):
         fit(ScaledByWidth(), tmp_path, UpscaleCallback(2, 16, noise), steps=3)
 
@@ -93,5 +96,5 @@ class Sampled(Plain):
 
 def test_random_numbers_for_each_unit_are_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
-        fit(Sampled(), tmp_path, UpscaleCallback(2, 16), steps=3)
+        fit(Sampled(), tmp_path, UpscaleCallback(2, 16, noise=None), steps=3)
     assert "the loss draws other random numbers at the new width" in caplog.text

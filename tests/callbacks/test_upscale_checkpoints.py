@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from tiers import slow_except
 from tiny_modules import ADAMW, SCHEDULES, SGD, InUnits, gpt2, mlp, resnet, rows
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 from training_runs import Checkpoints, assert_identical, fit, gap, rates, state
 
@@ -26,7 +27,7 @@ from mupscale.models.checkpoint import Size, optimizer_names
 from mupscale.models.mlp import MLP
 
 noisy = partial(UpscaleCallback, 12, noise=mupscale.AdditiveNoise(0.1))
-deeper = partial(UpscaleCallback, 12, None, layers=4)
+deeper = partial(UpscaleCallback, 12, None, layers=4, noise=None)
 completep = partial(gpt2, base_layers=2, optimizer=ADAMW)
 
 
@@ -63,7 +64,7 @@ RESUMABLE: dict[str, tuple[Callable[..., Growable], Callable[[], list[Callback]]
         ],
         {},
     ),
-    "units": (InUnits, lambda: [UpscaleCallback(12, 16), ema()], {}),
+    "units": (InUnits, lambda: [UpscaleCallback(12, 16, noise=None), ema()], {}),
     "deeper": (completep, lambda: [deeper()], {}),
     "interleave": (partial(completep, lr_scheduler=SCHEDULES["LambdaLR"]), lambda: [deeper(depth="interleave")], {}),
     "random": (completep, lambda: [deeper(depth="random")], {}),
@@ -73,7 +74,11 @@ RESUMABLE: dict[str, tuple[Callable[..., Growable], Callable[[], list[Callback]]
         lambda: [deeper(transfer_state="reset_new_copies", rewarm_steps=4)],
         {},
     ),
-    "deeper resnet18": (partial(resnet, optimizer=SGD), lambda: [UpscaleCallback(12, layers=[2, 3, 2, 2])], {}),
+    "deeper resnet18": (
+        partial(resnet, optimizer=SGD),
+        lambda: [UpscaleCallback(12, layers=[2, 3, 2, 2], noise=None)],
+        {},
+    ),
 }
 KEPT = ("ema", "accumulation", "plateau", "fractions", "units", "stack, wider, with noise", "new copies reset")
 
@@ -119,6 +124,18 @@ def test_the_checkpoint_before_a_swap_resumes_exactly(at_step: int, tmp_path: Pa
     assert rates(whole)["net.layers.0.bias"] < 1e-2
 
 
+def test_a_run_that_is_resumed_at_its_first_growth_checks_the_next_one_as_before(tmp_path: Path) -> None:
+    """Every growth is checked before one is made: in between, rates and a schedule are those of no step."""
+    make = partial(mlp, 4, optimizer=ADAMW, lr_scheduler=lambda optimizer: CosineAnnealingLR(optimizer, 12))
+
+    def growths() -> list[Callback]:
+        return [UpscaleCallback(4, 8), UpscaleCallback(7, 16)]
+
+    whole = fit(make(), tmp_path, *growths(), Checkpoints(tmp_path), enable_checkpointing=True, steps=9)
+    resumed = fit(make(), tmp_path / "again", *growths(), ckpt=tmp_path / "step=4.ckpt", steps=9)
+    assert_identical(state(resumed), state(whole))
+
+
 # --- a finished base model
 
 
@@ -151,17 +168,21 @@ def test_init_from_a_finished_base(tmp_path: Path) -> None:
     assert orders[0] != orders[1]
     assert (seen.pop("step"), seen.pop("epoch"), seen.pop("lr")) == (0, 0, 2e-2)
     assert_identical(seen, state(base))
-    wide = fit(other(), tmp_path, UpscaleCallback(0, 8), steps=20)
+    wide = fit(other(), tmp_path, UpscaleCallback(0, 8, noise=None), steps=20)
     assert gap(narrow, wide) < 1e-9
     assert narrow.steps == list(range(1, 21))
 
     # resuming overrides it, and does not need it
-    whole = fit(other(), tmp_path, UpscaleCallback(8, 8), Checkpoints(tmp_path), steps=20, enable_checkpointing=True)
+    whole = fit(
+        other(), tmp_path, UpscaleCallback(8, 8, noise=None), Checkpoints(tmp_path), steps=20, enable_checkpointing=True
+    )
     pre = torch.load(tmp_path / "pre-upscale-8.ckpt", weights_only=True)
     assert pre["hyper_parameters"]["init_from"] is None
     base_path.unlink()
     for step in (6, 8, 12):
-        resumed = fit(other(), tmp_path, UpscaleCallback(8, 8), ckpt=tmp_path / f"step={step}.ckpt", steps=20)
+        resumed = fit(
+            other(), tmp_path, UpscaleCallback(8, 8, noise=None), ckpt=tmp_path / f"step={step}.ckpt", steps=20
+        )
         assert torch.equal(resumed.losses, whole.losses[step:])
         assert_identical(state(resumed), state(whole))
     assert MLP.load_from_checkpoint(tmp_path / "step=12.ckpt").width == 8

@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[Make, Any, Any]] = {
 @pytest.mark.parametrize("model", slow_except(MODELS, "mlp", kept=["gpt2 under CompleteP"]))
 def test_new_layers_that_add_nothing_keep_the_loss(model: str, wider: bool, tmp_path: Path) -> None:
     make, layers, width = MODELS[model]
-    growth = UpscaleCallback(5, width if wider else None, layers=layers)
+    growth = UpscaleCallback(5, width if wider else None, layers=layers, noise=None)
     run = fit(make(), tmp_path, growth, steps=12)
     assert run.module.size == Size(width if wider else make().width, layers)
     before, after = growth.summary["loss_before"], growth.summary["loss_after"]
@@ -55,13 +55,14 @@ BLOCKS = {"mlp": ResidualBlock, "gpt2 under CompleteP": Block, "resnet18": Basic
 def test_what_a_layer_does_not_declare_is_found(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run whose layers do not say what makes them the identity is, to the bit, that of layers that do."""
     make, layers, width = MODELS[model]
-    declared = fit(make(), tmp_path, UpscaleCallback(5, width, layers=layers), steps=9)
+    declared = fit(make(), tmp_path, UpscaleCallback(5, width, layers=layers, noise=None), steps=9)
     names = BLOCKS[model].residual_outputs
     monkeypatch.delattr(BLOCKS[model], "residual_outputs")
-    growth = UpscaleCallback(5, width, layers=layers)
+    growth = UpscaleCallback(5, width, layers=layers, noise=None)
     found = fit(make(), tmp_path, growth, steps=9)
-    assert {name.split(".", 2 if model != "resnet18" else 4)[-1] for name in growth.residual} == set(names)
-    assert set(growth.residual.values()) == {0.0}
+    residual = growth.hints.residual
+    assert {name.split(".", 3 if model != "resnet18" else 5)[-1] for name in residual} == set(names)
+    assert set(residual.values()) == {0.0}
     assert torch.equal(found.losses, declared.losses)
     assert_identical(state(found), state(declared))
 
@@ -81,10 +82,10 @@ def test_layers_that_cannot_be_the_identity_are_refused_at_the_first_batch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("mupscale.models.mlp.ResidualBlock", PostNorm)
-    message = r"UpscaleCallback.layers = 4: no layer of 'blocks' can be made the identity: .*post-norm"
+    message = r"UpscaleCallback.layers = 4: no layer of 'net.blocks' can be made the identity: .*post-norm"
     with pytest.raises(UserError, match=message):
-        fit(mlp(layers=2), tmp_path, UpscaleCallback(5, layers=4), steps=8)
-    run = fit(mlp(layers=2), tmp_path, UpscaleCallback(5, layers=4, depth="stack"), steps=8)
+        fit(mlp(layers=2), tmp_path, UpscaleCallback(5, layers=4, noise=None), steps=8)
+    run = fit(mlp(layers=2), tmp_path, UpscaleCallback(5, layers=4, depth="stack", noise=None), steps=8)
     assert (run.module.size.layers, len(run.losses)) == (4, 8)
 
 
@@ -92,7 +93,9 @@ def test_layers_that_cannot_be_the_identity_are_refused_at_the_first_batch(
 def test_rates_after_the_growth_are_those_of_the_deep_model(tmp_path: Path) -> None:
     """By CompleteP: eps of blocks halves; every rate and decay is as before, also of what was rescaled."""
     for depth in ("identity", "interleave", "random"):
-        grown = fit(completep(optimizer=ADAMW), tmp_path, UpscaleCallback(3, layers=4, depth=depth), steps=5)
+        grown = fit(
+            completep(optimizer=ADAMW), tmp_path, UpscaleCallback(3, layers=4, depth=depth, noise=None), steps=5
+        )
         fresh = fit(completep(layers=4, optimizer=ADAMW), tmp_path, steps=5)
         assert rates(grown) == rates(fresh)
         for key in ("eps", "weight_decay"):
@@ -103,10 +106,14 @@ def test_rates_after_the_growth_are_those_of_the_deep_model(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_growths_in_width_and_depth_follow_each_other(tmp_path: Path) -> None:
-    growths = [UpscaleCallback(3, layers=4), UpscaleCallback(6, 16), UpscaleCallback(9, 32, layers=8, depth="stack")]
+    growths = [
+        UpscaleCallback(3, layers=4, noise=None),
+        UpscaleCallback(6, 16, noise=None),
+        UpscaleCallback(9, 32, layers=8, depth="stack", noise=None),
+    ]
     run = fit(completep(), tmp_path, *growths, steps=12)
     assert run.module.size == Size(32, 8)
     assert [growth.summary["step"] for growth in growths] == [3, 6, 9]
     assert growths[0].summary["loss_after"] == pytest.approx(growths[0].summary["loss_before"], abs=1e-12)
     assert growths[1].summary["loss_after"] == pytest.approx(growths[1].summary["loss_before"], abs=1e-12)
-    assert growths[2].summary["after"] == "width 32 and 8 layers"
+    assert growths[2].summary["after"] == "width=32, layers=8"

@@ -51,8 +51,8 @@ def jittered(samples: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
 def test_a_learned_method_leaves_the_run_as_it_was(model: str, tmp_path: Path) -> None:
     make, width = MODELS[model]
     without, within = Seen(), Seen()
-    fit(make(), tmp_path, without, UpscaleCallback(12, width, method=mupscale.methods.FPI()), steps=25)
-    swap = UpscaleCallback(12, width, method=learned())
+    fit(make(), tmp_path, without, UpscaleCallback(12, width, method=mupscale.methods.FPI(), noise=None), steps=25)
+    swap = UpscaleCallback(12, width, method=learned(), noise=None)
     fit(make(), tmp_path, within, swap, steps=25)
     assert within.batches == without.batches
     assert within.numbers == without.numbers
@@ -63,7 +63,7 @@ def test_a_learned_method_leaves_the_run_as_it_was(model: str, tmp_path: Path) -
 @pytest.mark.slow
 def test_a_resumed_run_learns_the_same(tmp_path: Path) -> None:
     """From the checkpoint before the swap, from an earlier one, and from one after it; with an EMA."""
-    swap = lambda: UpscaleCallback(12, 24, method=learned())  # noqa: E731
+    swap = lambda: UpscaleCallback(12, 24, method=learned(), noise=None)  # noqa: E731
     parts = lambda: (swap(), EMAWeightAveraging(decay=0.9), ExactResume())  # noqa: E731
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     single = {"steps": 30, "precision": "32-true"}  # in which Lightning keeps averages
@@ -94,7 +94,9 @@ def test_loaders_of_any_kind(loader: Callable[..., Any], passed: bool, tmp_path:
         seed_everything(0, verbose=False)
         seen, data = Seen(), Data(loader)
         trainer = quiet_trainer(
-            max_steps=25, default_root_dir=tmp_path, callbacks=[seen, UpscaleCallback(12, 24, method=method)]
+            max_steps=25,
+            default_root_dir=tmp_path,
+            callbacks=[seen, UpscaleCallback(12, 24, method=method, noise=None)],
         )
         trainer.fit(mlp(), data.train_dataloader()) if passed else trainer.fit(mlp(), datamodule=data)
         return seen.batches, seen.numbers, data.generator.get_state()
@@ -110,7 +112,7 @@ def test_several_loaders_are_refused_before_training(tmp_path: Path) -> None:
             return super().loss(batch["a"]) + super().loss(batch["b"])
 
     loader = ResidentLoader(rows(mlp(), 16, torch.float32), 8, shuffle=True, drop_last=True)
-    swap = UpscaleCallback(2, 24, method=learned())
+    swap = UpscaleCallback(2, 24, method=learned(), noise=None)
     trainer = quiet_trainer(max_steps=4, default_root_dir=tmp_path, callbacks=[swap])
     module = Both(8, base_width=4, inputs=6, outputs=3)
     with pytest.raises(UserError, match=r"method = LiGO: the run has several training data loaders\. Give one"):

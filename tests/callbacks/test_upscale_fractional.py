@@ -47,7 +47,9 @@ def test_the_curve_goes_on_as_if_nothing_had_happened(name: str, optimizer: str,
     make = partial(make, optimizer=OPTIMIZERS[optimizer], lr_scheduler=SCHEDULES["LambdaLR"])
     settings: Any = {"steps": 30, "gradient_clip_val": 0.05}
     narrow = fit(make(), tmp_path, **settings)
-    wide = fit(make(), tmp_path, UpscaleCallback(5, first), UpscaleCallback(15, second), **settings)
+    wide = fit(
+        make(), tmp_path, UpscaleCallback(5, first, noise=None), UpscaleCallback(15, second, noise=None), **settings
+    )
     assert wide.module.width == second
     assert narrow.losses.std() > 0.01, "something must happen"
     assert gap(narrow, wide) < 1e-11
@@ -64,10 +66,10 @@ def test_init_from_a_network_that_grew_by_a_fraction(method: Any, optimizer: str
     settings: Any = {"gradient_clip_val": 0.05}
     paths = {width: tmp_path / f"{width}.ckpt" for width in (12, 20)}
     fit(make(12), tmp_path, steps=10, **settings).trainer.save_checkpoint(paths[12])
-    swap = UpscaleCallback(5, 20, method=method)
+    swap = UpscaleCallback(5, 20, method=method, noise=None)
     fit(make(12), tmp_path, swap, steps=10, **settings).trainer.save_checkpoint(paths[20])
     narrow = fit(make(12, init_from=str(paths[12])), tmp_path, steps=20, **settings)
-    wide = fit(make(20, init_from=str(paths[20])), tmp_path, UpscaleCallback(10, 30), steps=20, **settings)
+    wide = fit(make(20, init_from=str(paths[20])), tmp_path, UpscaleCallback(10, 30, noise=None), steps=20, **settings)
     assert gap(narrow, wide) < 1e-11
     assert narrow.losses.std() > 0.01
 
@@ -77,7 +79,8 @@ def test_a_checkpoint_grows_offline_by_fractions(tmp_path: Path) -> None:
     make = partial(mlp, optimizer=SGD, lr_scheduler=SCHEDULES["CosineAnnealingLR"])
     fit(make(12), tmp_path, steps=10).trainer.save_checkpoint(tmp_path / "12.ckpt")
     for before, after in ((12, 20), (20, 30)):
-        main(["upscale", f"{tmp_path}/{before}.ckpt", "--width", str(after), "--out", f"{tmp_path}/{after}.ckpt"])
+        line = ["upscale", f"{tmp_path}/{before}.ckpt", "--width", str(after), "--noise", "none"]
+        main([*line, "--out", f"{tmp_path}/{after}.ckpt"])
     for key in ("init_from", "ckpt"):
         runs = []
         for width in (12, 30):
@@ -92,14 +95,26 @@ def test_a_checkpoint_grows_offline_by_fractions(tmp_path: Path) -> None:
 
 def test_a_fraction_that_is_not_possible_is_refused_before_training(tmp_path: Path) -> None:
     for module, width, words in (
-        (gpt2(), 12, r"12 does not fit the width before it, 8: .*blocks.0.ln_1.* a whole factor, such as to 16"),
-        (gpt2(), [8, 12], r"\[8, 12\] does not fit .*give one width, or three"),
+        (gpt2(), 12, r"12: .*blocks.0.ln_1.* a whole factor, such as to 16"),
+        (gpt2(), [8, 12], r"\[8, 12\]: .*one width, or three"),
     ):
         with pytest.raises(ValueError, match=f"UpscaleCallback.width = {words}"):
-            fit(module, tmp_path, UpscaleCallback(5, width), steps=10)
+            fit(module, tmp_path, UpscaleCallback(5, width, noise=None), steps=10)
         assert module.trainer.global_step == 0
     with pytest.raises(ValueError, match=r"model.width of a GPT2 is one number, or three: .* got \[8, 8\]"):
         gpt2([8, 8])
     with pytest.raises(ValueError, match=r"model.width = \[8, 9, 32\] is not divisible by model.head_dim = 2"):
         gpt2([8, 9, 32])
     assert MLP(20, base_width=12).network(20).readout.multiplier == 12 / 20
+
+
+def test_a_large_network_is_compared_at_a_size_that_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of width 8, which comes first, half a head of 16 would be left."""
+    monkeypatch.setattr("mupscale.callbacks.growth_schedule.MOST_PARAMETERS", 0)
+    module = GPT2(32, base_width=16, layers=1, head_dim=16, vocabulary=11, context=8)
+    growth = UpscaleCallback(2, 64, noise=None)
+    fit(module, tmp_path, growth, steps=4)
+    assert module.width == 64
+    assert growth.summary["loss_after"] == pytest.approx(growth.summary["loss_before"], rel=1e-5)

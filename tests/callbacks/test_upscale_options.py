@@ -24,7 +24,7 @@ from mupscale.errors import UserError
 def test_frozen_parameters_stay_frozen(until: int | None, tmp_path: Path) -> None:
     """Also if they are trained later: before, at and after the upscale."""
     narrow = fit(mlp(), tmp_path, Frozen(until), EMAWeightAveraging(decay=0.8))
-    wide = fit(mlp(), tmp_path, Frozen(until), EMAWeightAveraging(decay=0.8), UpscaleCallback(20, 24))
+    wide = fit(mlp(), tmp_path, Frozen(until), EMAWeightAveraging(decay=0.8), UpscaleCallback(20, 24, noise=None))
     assert gap(narrow, wide) < 1e-9
     assert gap(narrow, fit(mlp(), tmp_path, EMAWeightAveraging(decay=0.8))) > 1e-3
 
@@ -39,7 +39,7 @@ def test_what_is_frozen_before_the_fit_is_frozen_in_a_resumed_one(tmp_path: Path
         module.configure_model()
         module.net.layers[0].requires_grad_(False).eval()
         saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=10, save_top_k=-1)
-        return fit(module, tmp_path, UpscaleCallback(12, 24), saver, ExactResume(), steps=30, **settings)
+        return fit(module, tmp_path, UpscaleCallback(12, 24, noise=None), saver, ExactResume(), steps=30, **settings)
 
     whole = run(enable_checkpointing=True)
     layer = whole.module.net.layers[0]
@@ -73,11 +73,13 @@ def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_p
 
     changed = BeforeStep(10, change)
     narrow = fit(make(), tmp_path, changed, steps=40)
-    wide = fit(make(), tmp_path, changed, UpscaleCallback(20, 24), UpscaleCallback(30, 40), steps=40)
+    wide = fit(
+        make(), tmp_path, changed, UpscaleCallback(20, 24, noise=None), UpscaleCallback(30, 40, noise=None), steps=40
+    )
     assert gap(narrow, wide) < 1e-9
     assert gap(narrow, fit(make(), tmp_path, steps=40)) > 1e-3
     same = mupscale.methods.Net2Net(hyperparameters="same")
-    kept = fit(make(), tmp_path, changed, UpscaleCallback(20, 16, method=same), steps=25)
+    kept = fit(make(), tmp_path, changed, UpscaleCallback(20, 16, method=same, noise=None), steps=25)
     assert all(group[key] == settings[key] for group in kept.trainer.optimizers[0].param_groups for key in settings)
 
 
@@ -89,7 +91,10 @@ def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None
     make = [
         partial(mlp, optimizer=partial(ADAMW, lr=lr), lr_scheduler=schedule and SCHEDULES[schedule]) for lr in constants
     ]
-    growth = [partial(UpscaleCallback, 12, 16, lr=constants[1]), partial(UpscaleCallback, 30, 48, lr=constants[2])]
+    growth = [
+        partial(UpscaleCallback, 12, 16, lr=constants[1], noise=None),
+        partial(UpscaleCallback, 30, 48, lr=constants[2], noise=None),
+    ]
     once = fit(make[0](), tmp_path, growth[0](), steps=50)
     assert rates(once) == pytest.approx(rates(fit(make[1](16), tmp_path)), rel=1e-12)
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=10, save_top_k=-1)
@@ -99,7 +104,7 @@ def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None
     assert rates(resumed) == rates(twice)
     assert torch.equal(resumed.losses, twice.losses[20:])
     # a swap without lr keeps that of the one before
-    kept = fit(make[0](), tmp_path, growth[0](), UpscaleCallback(30, 48))
+    kept = fit(make[0](), tmp_path, growth[0](), UpscaleCallback(30, 48, noise=None))
     assert rates(kept) == pytest.approx(rates(fit(make[1](48), tmp_path)), rel=1e-12)
 
 
@@ -108,7 +113,7 @@ def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None
 def test_restart_schedule(schedule: str, tmp_path: Path) -> None:
     make = partial(mlp, optimizer=ADAMW, lr_scheduler=SCHEDULES[schedule])
     for lr in (None, 3e-2):
-        restarted = fit(make(), tmp_path, UpscaleCallback(20, 24, restart_schedule=True, lr=lr), steps=45)
+        restarted = fit(make(), tmp_path, UpscaleCallback(20, 24, restart_schedule=True, lr=lr, noise=None), steps=45)
         expected = rates(fit(make(24, optimizer=partial(ADAMW, lr=lr or 1e-2)), tmp_path, steps=25))
         assert rates(restarted) == pytest.approx(expected, rel=1e-12)
 
@@ -119,7 +124,7 @@ def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> N
     """In the middle of it, to the bit; and it slows the new copies down."""
 
     def swap(rewarm_steps: int = 20) -> UpscaleCallback:
-        return UpscaleCallback(10, 16, transfer_state="reset_new_copies", rewarm_steps=rewarm_steps)
+        return UpscaleCallback(10, 16, transfer_state="reset_new_copies", rewarm_steps=rewarm_steps, noise=None)
 
     make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=15, save_top_k=-1)
@@ -132,7 +137,7 @@ def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> N
 
 
 def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(tmp_path: Path) -> None:
-    swap = UpscaleCallback(10, 16, transfer_state="reset_new_copies")
+    swap = UpscaleCallback(10, 16, transfer_state="reset_new_copies", noise=None)
     with pytest.raises(UserError, match="it is not known how NAdam depends on its step count"):
         fit(mlp(optimizer=torch.optim.NAdam), tmp_path, swap)
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +147,9 @@ def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(
 def test_without_transfer_of_state_the_optimizer_starts_anew(tmp_path: Path) -> None:
     for optimizer in OPTIMIZERS.values():
         narrow = fit(mlp(optimizer=optimizer), tmp_path, steps=40)
-        wide = fit(mlp(optimizer=optimizer), tmp_path, UpscaleCallback(20, 24, transfer_state="reset"), steps=40)
+        wide = fit(
+            mlp(optimizer=optimizer), tmp_path, UpscaleCallback(20, 24, transfer_state="reset", noise=None), steps=40
+        )
         assert torch.equal(narrow.losses[:20], wide.losses[:20])
         assert float((narrow.losses - wide.losses)[20].abs()) < 1e-12
         assert gap(narrow, wide) > 1e-3

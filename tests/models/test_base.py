@@ -11,6 +11,7 @@ from tiny_modules import mlp
 from torch import nn
 
 from mupscale.errors import UserError
+from mupscale.models.base import WithoutDraws
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 
@@ -39,12 +40,11 @@ class Weighted(MLP):
         self.scale = torch.nn.Parameter(torch.tensor(2.0))
         self.criterion = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
         self.shift = torch.tensor([0.0, 1.0])
-        self.scored = lambda batch: self.criterion(self.scale * (self(batch[0]) + self.shift) * self.weights, batch[1])
         self.losses: list[torch.Tensor] = []
         self.last: torch.Tensor | None = None
 
     def loss(self, batch: Any) -> torch.Tensor:
-        loss = self.scored(batch)
+        loss = self.criterion(self.scale * (self(batch[0]) + self.shift) * self.weights, batch[1])
         self.log("mine", loss)
         self.log_dict({"theirs": loss})
         self.losses.append(loss)
@@ -188,3 +188,21 @@ def test_a_network_without_shapes_is_refused() -> None:
 
     with pytest.raises(UserError, match=r"parameter '0\.weight' is a lazy one without a shape"):
         Lazy(8, base_width=4, inputs=6, outputs=3).configure_model()
+
+
+def test_only_the_meta_device_goes_without_random_numbers() -> None:
+    def filled() -> list[torch.Tensor]:
+        weights = [torch.empty(4, 4) for _ in range(4)]
+        weights[0].normal_()
+        nn.init.normal_(weights[1])
+        nn.init.kaiming_uniform_(tensor=weights[2])
+        nn.init.xavier_uniform_(weights[3])
+        return [*weights, *nn.Linear(3, 3).parameters()]
+
+    torch.manual_seed(0)
+    expected = filled()
+    torch.manual_seed(0)
+    with torch.device("meta"), WithoutDraws():
+        assert all(weight.is_meta for weight in filled())
+    with WithoutDraws():
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(filled(), expected, strict=True))

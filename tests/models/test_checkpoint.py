@@ -17,12 +17,12 @@ from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     Size,
     checkpoint_size,
+    growth_metadata,
     load_checkpoint,
     load_optimizer_state,
     load_weights,
     mixed_widths,
     optimizer_names,
-    our_part,
     refuse_other_architecture,
     restore_mixed_widths,
 )
@@ -46,7 +46,7 @@ def stepped(module: nn.Module, optimizer: Optimizer) -> Optimizer:
 def checkpoint(module: Growable, *optimizers: Optimizer) -> dict[str, Any]:
     """What Lightning and we save."""
     return {
-        CHECKPOINT_KEY: our_part(module, module.net, list(optimizers)),
+        CHECKPOINT_KEY: growth_metadata(module, module.net, list(optimizers)),
         "hyper_parameters": dict(module.hparams),
         "state_dict": module.state_dict(),
         "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],

@@ -1,5 +1,6 @@
 """Checkpoints that a thread writes: copies that nothing changes, the order of files, waits, and errors."""
 
+import concurrent.futures
 import errno
 import os
 import threading
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mupscale.callbacks.tensorboard import LossFirstLogger
 from mupscale.models import checkpoint_files
-from mupscale.models.checkpoint_files import AT_ONCE, CheckpointCopy, CheckpointFiles
+from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, copy_checkpoint, map_tensors, tensors_in
 
 
 class Uploading(TensorBoardLogger):
@@ -121,7 +122,7 @@ def test_a_held_thread_begins_nothing_until_something_waits_for_it(files: HeldFi
 def test_one_thread_writes_the_files_of_all_runs(tmp_path: Path) -> None:
     """In the order in which they were asked for; a run waits for its own."""
     runs = [HeldFiles() for _ in range(3)]
-    before = {thread for thread in threading.enumerate() if thread.name != "checkpoints"}
+    before = {thread for thread in threading.enumerate() if not thread.name.startswith("checkpoints")}
     for index, files in enumerate(runs):
         files.save(torch.ones(1), tmp_path / f"{index}.ckpt")
     assert len(set(threading.enumerate()) - before) == 1
@@ -134,17 +135,17 @@ def test_one_thread_writes_the_files_of_all_runs(tmp_path: Path) -> None:
     assert runs[1].written == ["1.ckpt"], "it came first"
 
 
-def test_a_thread_that_cannot_start_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(checkpoint_files, "THREAD", checkpoint_files.FileThread())
+    checkpoint_files.executor.cache_clear()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    for _ in range(2):  # the next run of the process neither
-        files = HeldFiles()
-        with pytest.raises(RuntimeError, match="new thread"):
-            files.later(lambda: None)
-        files.wait()
+    files = HeldFiles()
+    with pytest.raises(RuntimeError, match="new thread"):
+        files.later(lambda: None)
+    files.wait()
+    checkpoint_files.executor.cache_clear()
 
 
 def test_a_run_that_is_given_up_holds_no_other_run(files: HeldFiles, tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_process_that_is_to_end_at_once_waits_for_no_file(files: HeldFiles, tm
     files.wait()
     assert files.written == []
     files.go.set()
-    files._wait_for_all()
+    concurrent.futures.wait(files._under_way)
     assert files.written == ["a.ckpt"], "what was not begun is dropped"
 
 
@@ -225,16 +226,14 @@ def test_without_room_for_a_copy_the_file_is_written_at_once(
     monkeypatch.setattr(checkpoint_files, "SMALL", 0)
     files.save(torch.ones(2), tmp_path / "a.ckpt")
     assert files.written == ["small.ckpt", "a.ckpt"]
-    assert files._asked == 0
+    assert not files._under_way
 
 
 def host_copy(checkpoint: Any, change: Callable[[], object] = lambda: None) -> Any:
     """A copy, finished after a change."""
-    copied = CheckpointCopy(checkpoint)
-    copied.take()
+    copy = copy_checkpoint(checkpoint, tensors_in(checkpoint))
     change()
-    copied.finish()
-    return copied.content
+    return map_tensors(Tensor.cpu, copy)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -248,9 +247,7 @@ def test_the_versions_of_modules_are_kept(in_background: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("fits", [False, True])
-@pytest.mark.parametrize("joined", [checkpoint_files.JOINED, 0])
-def test_a_copy_shares_what_the_checkpoint_shares(fits: bool, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "JOINED", joined)
+def test_a_copy_shares_what_the_checkpoint_shares(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_files, "fits_on_device", lambda tensors: fits)
     table, part = torch.arange(6.0).reshape(2, 3), torch.arange(100.0)[10:12]
     images = torch.arange(16.0).reshape(1, 2, 2, 4).to(memory_format=torch.channels_last)
@@ -267,45 +264,38 @@ def test_a_copy_shares_what_the_checkpoint_shares(fits: bool, joined: int, monke
         images.add_(1)
         inner[1]["a"] = 3
 
-    copied = host_copy(checkpoint, change)
-    assert copied["tied"] is copied["same"]
-    assert copied["tied"] is copied["again"]["tied"]
-    assert copied["turned"].untyped_storage().data_ptr() == copied["tied"].untyped_storage().data_ptr()
-    assert copied["tied"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert copied["turned"].stride() == (1, 3)
-    assert copied["part"].tolist() == [10, 11]
-    assert torch.equal(copied["images"], images - 1)
-    assert copied["images"].stride() == images.stride()
-    assert copied["inner"] == [1, {"a": 2}]
-    assert copied["empty"].shape == (0, 3)
-    assert [copied[name].tolist() for name in ("flags", "halves", "more")] == [[True, False], [1, 1, 1], [0, 1, 2]]
-    for tensor in (value for value in copied.values() if isinstance(value, torch.Tensor)):
+    copy = host_copy(checkpoint, change)
+    sharing = copy["same"], copy["turned"], copy["again"]["tied"]
+    assert {tensor.untyped_storage().data_ptr() for tensor in sharing} == {copy["tied"].untyped_storage().data_ptr()}
+    assert copy["tied"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert copy["turned"].stride() == (1, 3)
+    assert copy["part"].tolist() == [10, 11]
+    assert torch.equal(copy["images"], images - 1)
+    assert copy["images"].stride() == images.stride()
+    assert copy["inner"] == [1, {"a": 2}]
+    assert copy["empty"].shape == (0, 3)
+    assert [copy[name].tolist() for name in ("flags", "halves", "more")] == [[True, False], [1, 1, 1], [0, 1, 2]]
+    for tensor in (value for value in copy.values() if isinstance(value, torch.Tensor)):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a file has nothing of the others"
-    assert type(copied) is OrderedDict
+    assert type(copy) is OrderedDict
 
 
 def test_without_memory_on_the_device_a_copy_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    def clone(tensor: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError
 
-    def full(parts: list[Tensor], *, on_host: bool, function: Any = checkpoint_files.joined) -> Tensor:
-        asked.append(on_host)
-        if not on_host:
-            raise torch.OutOfMemoryError
-        return function(parts, on_host=on_host)
-
-    monkeypatch.setattr(checkpoint_files, "joined", full)
+    monkeypatch.setattr(checkpoint_files.torch, "clone", clone)
     assert [tensor.tolist() for tensor in host_copy([torch.ones(2), torch.zeros(1)])] == [[1, 1], [0]]
-    assert asked == [False, True]
 
 
 def test_tensors_of_other_kinds_copy_themselves() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     turned = torch.tensor([1 + 2j]).conj()
-    copied = host_copy([parameter, turned, {"a": torch.eye(2).to_sparse()}])
-    assert type(copied[0]) is torch.nn.Parameter
-    assert copied[0] is not parameter
-    assert copied[1].tolist() == [1 - 2j]
-    assert copied[2]["a"].to_dense().tolist() == [[1, 0], [0, 1]]
+    copy = host_copy([parameter, turned, {"a": torch.eye(2).to_sparse()}])
+    assert type(copy[0]) is torch.nn.Parameter
+    assert copy[0] is not parameter
+    assert copy[1].tolist() == [1 - 2j]
+    assert copy[2]["a"].to_dense().tolist() == [[1, 0], [0, 1]]
 
 
 @pytest.mark.gpu

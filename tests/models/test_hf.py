@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.checks.forward_pass import Precision
+from mupscale.checks.precision import Precision
 from mupscale.errors import UserError
 from mupscale.hf.causal_lm import config_of, save, weights_in
 from mupscale.methods.noise import AdditiveNoise
@@ -82,7 +82,7 @@ def test_growth_leaves_the_losses_as_they_were(family: str, tmp_path: Path) -> N
     settings: dict[str, Any] = {"steps": 8, "gradient_clip_val": 0.5}
     with Precision():
         narrow = fit(module(FAMILIES[family]), tmp_path / "narrow", **settings)
-        swap, checkpoints = UpscaleCallback(4, 32), Checkpoints(tmp_path / "wide" / "checkpoints")
+        swap, checkpoints = UpscaleCallback(4, 32, noise=None), Checkpoints(tmp_path / "wide" / "checkpoints")
         grown = fit(
             module(FAMILIES[family]), tmp_path / "wide", swap, checkpoints, **settings, enable_checkpointing=True
         )
@@ -102,8 +102,10 @@ def test_new_layers_leave_the_loss_as_it_was(family: str, tmp_path: Path) -> Non
     settings: dict[str, Any] = {"steps": 8, "enable_checkpointing": True}
     with Precision():
         narrow = fit(module(FAMILIES[family]), tmp_path / "narrow", **settings)
-        deep = fit(module(FAMILIES[family]), tmp_path / "deep", UpscaleCallback(4, layers=4), **settings)
-        both = fit(module(FAMILIES[family]), tmp_path / "both", UpscaleCallback(4, 32, layers=4), **settings)
+        deep = fit(module(FAMILIES[family]), tmp_path / "deep", UpscaleCallback(4, layers=4, noise=None), **settings)
+        both = fit(
+            module(FAMILIES[family]), tmp_path / "both", UpscaleCallback(4, 32, layers=4, noise=None), **settings
+        )
     assert (deep.module.size, both.module.size) == (Size(16, 4), Size(32, 4))
     assert float((deep.losses[:5] - narrow.losses[:5]).abs().max()) < 1e-12
     assert gap(deep, narrow) > 1e-6, "new layers learn"
@@ -156,7 +158,10 @@ def finished(whole_run: Path) -> tuple[Any, dict[str, Any]]:
 
 def test_rates_are_those_of_the_first_width(tmp_path: Path) -> None:
     """Plain by default: as configured before the growth, by Table 1 after it."""
-    before, after = fit(module(), tmp_path, steps=1), fit(module(), tmp_path, UpscaleCallback(1, 32), steps=2)
+    before, after = (
+        fit(module(), tmp_path, steps=1),
+        fit(module(), tmp_path, UpscaleCallback(1, 32, noise=None), steps=2),
+    )
     assert set(rates(before).values()) == {0.01}
     grown = rates(after)
     assert grown["net.model.model.layers.0.mlp.up_proj.weight"] == pytest.approx(0.005)
@@ -217,7 +222,7 @@ def test_a_released_folder(released: Path, tmp_path: Path) -> None:
 
 def test_the_command_grows_a_checkpoint_and_exports_it(whole_run: Path, finished: Any, tmp_path: Path) -> None:
     wide = tmp_path / "wide.ckpt"
-    main(["upscale", str(whole_run / "step=2.ckpt"), "--width", "32", "--out", str(wide)])
+    main(["upscale", str(whole_run / "step=2.ckpt"), "--width", "32", "--noise", "none", "--out", str(wide)])
     for name, file in (("narrow", whole_run / "step=2.ckpt"), ("wide", wide)):
         main(["export", str(file), "--out", str(tmp_path / name)])
     tokens = rows(module(), 4, torch.float64)[0]

@@ -7,7 +7,6 @@ import torch
 from nets import take_steps
 from stacks import CARRIED, MIXED, UNLIKE, Rules, batches, grown, loss_of, made, stacked
 from tiers import slow_except
-from tiny_modules import mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -128,54 +127,6 @@ def test_growth_by_different_factors_trains_as_alone(optimizer: str, clip: float
     alone = separately("mlp", optimizer, 4, 30, 10, clip, UNLIKE)
     ours = together("mlp", optimizer, 4, 30, 10, clip, rules=UNLIKE)
     assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "optimizer"), [("resnet", "sgd"), ("gpt2", "adamw")])
-def test_others_train_as_alone(model: str, optimizer: str) -> None:
-    alone = separately(model, optimizer, 3, 6, 3, 1.0)
-    ours = together(model, optimizer, 3, 6, 3, 1.0)
-    assert (ours - alone).abs().max() <= 1e-10 * alone.abs().max()
-
-
-def test_each_model_has_its_weights_and_state_at_any_time() -> None:
-    pairs = [made("resnet", "adamw", index) for index in range(3)]
-    data = batches(pairs[0][0], 6)
-    stack = stacked(pairs)
-    for batch in data[:3]:
-        stack.step(batch)
-    alone = [made("resnet", "adamw", index) for index in range(3)]
-    for module, optimizer in alone:
-        take_steps(module, optimizer, data[:3], own_loss)
-    for (module, optimizer), (other, its) in zip(pairs, alone, strict=True):
-        for (name, tensor), expected in zip(module.state_dict().items(), other.state_dict().values(), strict=True):
-            assert torch.allclose(tensor.double(), expected.double(), rtol=1e-12, atol=1e-12), name
-        mine, theirs = optimizer.state_dict(), its.state_dict()
-        assert mine["param_groups"] == theirs["param_groups"]
-        for index, state in theirs["state"].items():
-            assert mine["state"][index].keys() == state.keys()
-            assert all(torch.allclose(mine["state"][index][key], value, rtol=1e-12) for key, value in state.items())
-    module, optimizer = pairs[1]  # one goes on alone, and the others are as they were
-    before = {name: tensor.clone() for name, tensor in pairs[0][0].state_dict().items()}
-    module.loss(data[3]).backward()
-    optimizer.step()
-    assert all(torch.equal(before[name], tensor) for name, tensor in pairs[0][0].state_dict().items())
-
-
-def test_a_model_that_diverges_touches_no_other() -> None:
-    def pair(index: int, rate: float) -> tuple[Growable, Any]:
-        torch.manual_seed(index)
-        module = mlp(optimizer=lambda p: torch.optim.SGD(p, lr=rate, momentum=0.9))
-        module.configure_model()
-        module.double()
-        return module, module.configure_optimizers()
-
-    data = batches(pair(0, 0.1)[0], 20)
-    healthy, sick = stacked([pair(i, 0.1) for i in (0, 2)]), stacked([pair(0, 0.1), pair(1, 1e300), pair(2, 0.1)])
-    for batch in data:
-        expected, losses = healthy.step(batch), sick.step(batch)
-    assert not losses[1].isfinite()
-    assert torch.allclose(losses[[0, 2]], expected, rtol=1e-14)
 
 
 def test_what_does_not_stack_is_refused() -> None:

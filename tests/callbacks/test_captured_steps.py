@@ -1,7 +1,9 @@
-"""FastLoop with `cuda_graph`, with a stand-in for the graph: which steps are captured, and what is refused."""
+"""CapturedSteps, with a stand-in for the graph: which steps are captured, and what is refused."""
 
 import copy
+import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from loop_cases import CASES, MovedBatches, Plain, Talkative
-from observed_fits import Case, Hooked, assert_same_run, capture_on_cpu, fit, spy
+from observed_fits import Case, Hooked, assert_equal, assert_same_run, capture_on_cpu, fit, spy
 from run_ends import differences, observed
 from tiers import slow_except
 from tiny_modules import SCHEDULES, gpt2, mlp, resnet
@@ -23,14 +25,16 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from training_runs import BeforeStep, quiet_trainer
 
+import mupscale
 from mupscale.callbacks import plain
-from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
-from mupscale.callbacks.plain import WidthBar, default_callbacks
+from mupscale.callbacks.captured_steps import CapturedSteps, refuse_capture
+from mupscale.callbacks.curves import Curves, RateMonitor
+from mupscale.callbacks.exact_resume import ExactResume
+from mupscale.callbacks.plain import GrowthProgressBar, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.callbacks.strides import RateMonitor, Strides, steps_to
+from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.cuda_graph import step_kind
+from mupscale.cuda_graph import batch_kind, step_kind
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
 
@@ -48,6 +52,9 @@ class StandIn:
         self.calls = 0
         StandIn.made.append(self)
 
+    def takes(self, batch: Any) -> bool:
+        return batch_kind(batch) == self.kind[0]
+
     def __call__(self, batch: Any) -> Tensor:
         assert step_kind(batch, self.optimizer) == self.kind
         self.calls += 1
@@ -59,7 +66,7 @@ class StandIn:
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
-    """The captured steps of fits with a FastLoop, which takes the CPU for a GPU."""
+    """The captured steps of fits with a CapturedSteps, which takes the CPU for a GPU."""
     StandIn.made = []
     capture_on_cpu(monkeypatch, StandIn)
     return StandIn.made
@@ -71,21 +78,17 @@ CAPTURED = [name for name in CASES if CASES[name].capture]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(CAPTURED, *CHANGING, kept=["ema", "a DataLoader"]))
-def test_captured_steps_count_as_steps(
-    name: str, captures: list[StandIn], own_batches: list[int], tmp_path: Path
-) -> None:
+def test_captured_steps_count_as_steps(name: str, captures: list[StandIn], tmp_path: Path) -> None:
     runs = []
-    for kind, extra in (("lightning", []), ("captured", [FastLoop(cuda_graph=True)])):
+    for kind, extra in (("lightning", []), ("captured", [CapturedSteps(cuda_graph=True)])):
         saver = ModelCheckpoint(tmp_path / kind / "every", "{step}-{epoch}", every_n_train_steps=4, save_top_k=-1)
         watching = spy(inside=False)
-        own_batches.clear()
         run = fit(CASES[name], tmp_path / kind, *extra, watching, saver)
         run.seen = watching.seen
         runs.append(run)
     theirs, ours = runs
     assert_same_run(ours, theirs)
     assert ours.seen == theirs.seen
-    assert not own_batches
     steps, swaps = ours.trainer.global_step, 2 if name == "upscale" else 1
     eager = 3 * swaps + (steps // 6 if name == "a ragged batch" else 0)
     assert [step.calls for step in captures] == ([steps - eager] if swaps == 1 else [13 - 3, 12 - 3])
@@ -118,27 +121,15 @@ def test_what_a_graph_cannot_follow_makes_a_new_one(
     action: Callable[[Trainer], None], eager: int, captures: list[StandIn], tmp_path: Path
 ) -> None:
     theirs = fit(Case(), tmp_path / "lightning", BeforeStep(12, action))
-    ours = fit(Case(), tmp_path / "captured", BeforeStep(12, action), FastLoop(cuda_graph=True))
+    ours = fit(Case(), tmp_path / "captured", BeforeStep(12, action), CapturedSteps(cuda_graph=True))
     assert_same_run(ours, theirs)
     assert [step.calls for step in captures] == [12 - 3, 13 - eager]
 
 
-def test_steps_captured_while_a_learning_rate_is_sought_are_not_replayed_after(
-    captures: list[StandIn], tmp_path: Path
-) -> None:
-    class Finder(LearningRateFinder):
-        def lr_find(self, trainer: Trainer, pl_module: Any) -> None:
-            pl_module.lr = 0.1
-            super().lr_find(trainer, pl_module)
-
-    fit(Case(callbacks=lambda: [Finder(num_training_steps=10, update_attr=True)]), tmp_path, FastLoop(cuda_graph=True))
-    assert [step.calls for step in captures] == [10 - 3, 25 - 1]
-
-
 def test_nothing_is_held_after_a_fit(captures: list[StandIn], tmp_path: Path) -> None:
-    run = fit(Case(), tmp_path, FastLoop(cuda_graph=True))
+    run = fit(Case(), tmp_path, CapturedSteps(cuda_graph=True))
     assert len(captures) == 1
-    assert run.trainer.fit_loop.epoch_loop._captured is None
+    assert run.trainer.fit_loop.epoch_loop.automatic_optimization._captured is None
 
 
 def test_self_log_in_a_captured_step_is_an_error(captures: list[StandIn], tmp_path: Path) -> None:
@@ -149,7 +140,7 @@ def test_self_log_in_a_captured_step_is_an_error(captures: list[StandIn], tmp_pa
             return loss
 
     with pytest.raises(Exception, match=r"self.log"):
-        fit(Case(partial(LogsItsLoss, 8, 4, 6, 3)), tmp_path, FastLoop(cuda_graph=True))
+        fit(Case(partial(LogsItsLoss, 8, 4, 6, 3)), tmp_path, CapturedSteps(cuda_graph=True))
 
 
 def trainer_for(module: LightningModule, **settings: Any) -> Trainer:
@@ -176,7 +167,7 @@ class StepsItself(MLP):
 
 
 REFUSED: dict[str, tuple[str, Callable[[], LightningModule], Callable[[], dict[str, Any]]]] = {
-    "another module": ("the model is a Plain, not a Growable", Plain, dict),
+    "another module": ("Plain has a training_step of its own, not the `loss", Plain, dict),
     "several devices": ("the run has several devices", mlp, lambda: {"strategy": "ddp", "devices": 2}),
     "accumulation": ("trainer.accumulate_grad_batches is 2, not 1", mlp, lambda: {"accumulate_grad_batches": 2}),
     "a profiler": ("trainer.profiler needs single steps", mlp, lambda: {"profiler": "simple"}),
@@ -192,7 +183,7 @@ REFUSED: dict[str, tuple[str, Callable[[], LightningModule], Callable[[], dict[s
         lambda: {"plugins": [MixedPrecision("16-mixed", "cpu")]},
     ),
     "anomalies": ("trainer.detect_anomaly needs single steps; set it to false", mlp, lambda: {"detect_anomaly": True}),
-    "training_step": ("Talkative overrides training_step", partial(Talkative, 8, 4, 6, 3), dict),
+    "training_step": ("Talkative has a training_step of its own, not the `loss", partial(Talkative, 8, 4, 6, 3), dict),
     "a hook of the module": (
         "StepsItself has a hook inside the step, optimizer_step",
         partial(StepsItself, 8, 4, 6, 3),
@@ -211,15 +202,14 @@ def test_what_cannot_be_captured_is_refused_by_name(name: str) -> None:
     message, make, settings = REFUSED[name]
     module = make()
     trainer = trainer_for(module, **settings())
-    with pytest.raises(ValueError, match=r"FastLoop\.cuda_graph") as refusal:
+    with pytest.raises(ValueError, match=r"loop\.cuda_graph") as refusal:
         refuse_capture(trainer)
     assert message in str(refusal.value)
 
 
-def test_on_a_cpu_cuda_graph_is_no_mistake(own_batches: list[int], tmp_path: Path) -> None:
-    theirs, ours = fit(Case(), tmp_path / "lightning"), fit(Case(), tmp_path / "fast", FastLoop(cuda_graph=True))
+def test_on_a_cpu_cuda_graph_is_no_mistake(tmp_path: Path) -> None:
+    theirs, ours = fit(Case(), tmp_path / "lightning"), fit(Case(), tmp_path / "fast", CapturedSteps(cuda_graph=True))
     assert_same_run(ours, theirs)
-    assert len(own_batches) == 25  # Lightning's
 
 
 # --- blocks of steps
@@ -239,31 +229,25 @@ def ragged(tensors: tuple[Tensor, ...]) -> ResidentLoader:
     return ResidentLoader(tensors, 14, shuffle=True)
 
 
-BLOCKS: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]], dict[str, Any], int, int]] = {
-    "validations": ({}, list, {"val_check_interval": 4}, 25, 13),
-    "a schedule of the decay": ({"lr_scheduler": partial(DecayedLater, lr_lambda=lambda step: 1.0)}, list, {}, 25, 12),
-    "upscales": ({}, lambda: [UpscaleCallback(9, 16), UpscaleCallback(17, 32)], {}, 25, 17),
-    "epochs": ({}, list, {"max_steps": -1, "max_epochs": 3}, 30, 11),
-    "epochs of a schedule": ({"lr_scheduler": SCHEDULES["CosineAnnealingLR"]}, list, {"limit_val_batches": 0}, 25, 9),
-    "epochs with a growth": ({}, lambda: [UpscaleCallback(17, 16)], {"limit_val_batches": 0}, 25, 12),
-    "validations every other epoch": (
-        {},
-        list,
-        {"check_val_every_n_epoch": 2, "max_steps": -1, "max_epochs": 4},
-        40,
-        13,
-    ),
+BLOCKS: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]], dict[str, Any], int]] = {
+    "validations": ({}, list, {"val_check_interval": 4}, 25),
+    "a schedule of the decay": ({"lr_scheduler": partial(DecayedLater, lr_lambda=lambda step: 1.0)}, list, {}, 25),
+    "a trial": ({}, lambda: [TrialMetric("last_40%")], {}, 25),
+    "upscales": ({}, lambda: [UpscaleCallback(9, 16, noise=None), UpscaleCallback(17, 32, noise=None)], {}, 25),
+    "epochs": ({}, list, {"max_steps": -1, "max_epochs": 3}, 30),
+    "epochs of a schedule": ({"lr_scheduler": SCHEDULES["CosineAnnealingLR"]}, list, {"limit_val_batches": 0}, 25),
+    "epochs with a growth": ({}, lambda: [UpscaleCallback(17, 16, noise=None)], {"limit_val_batches": 0}, 25),
+    "validations every other epoch": ({}, list, {"check_val_every_n_epoch": 2, "max_steps": -1, "max_epochs": 4}, 40),
     "ragged batches and a schedule": (
         {"lr_scheduler": SCHEDULES["CosineAnnealingLR"]},
         list,
         {"limit_val_batches": 0, "loader": ragged},
         25,
-        13,
     ),
-    "rates of epochs": ({}, lambda: [RateMonitor(logging_interval="epoch")], {"limit_val_batches": 0}, 25, 10),
-    "the end of an epoch is the end": ({}, list, {"limit_val_batches": 0, "max_steps": -1, "max_epochs": 3}, 30, 9),
+    "rates of epochs": ({}, lambda: [RateMonitor(logging_interval="epoch")], {"limit_val_batches": 0}, 25),
+    "the end of an epoch is the end": ({}, list, {"limit_val_batches": 0, "max_steps": -1, "max_epochs": 3}, 30),
 }
-"""Arguments of the module, callbacks, settings of the trainer, how many steps there are, and how many with hooks."""
+"""Arguments of the module, callbacks, settings of the trainer, and how many steps there are."""
 
 
 def run_by_default(
@@ -271,25 +255,23 @@ def run_by_default(
 ) -> tuple[Any, Counter[str]]:
     """A run with the callbacks of the command line, a checkpoint every 7 steps and a log every 3; and which hooks of
     steps it called, how often."""
-    arguments, growths, settings, *_ = BLOCKS[name]
+    arguments, growths, settings, _ = BLOCKS[name]
     settings = {"enable_progress_bar": True} | settings
     loader = settings.pop("loader", None)
     calls: Counter[str] = Counter()
     monkeypatch.setattr(plain.time, "monotonic", lambda: 100.0)  # the bar is drawn by the clock
     with monkeypatch.context() as patch:
-        for kind in (Curves, RunCheckpoint, WidthBar):
-            for hook in ("on_train_batch_end", "on_steps"):
-                original = getattr(kind, hook)
+        for kind in (Curves, RunCheckpoint, GrowthProgressBar):
 
-                def counted(
-                    self: Any, *given: Any, original: Any = original, key: str = f"{kind.__name__}.{hook}"
-                ) -> None:
-                    calls[key] += 1
-                    original(self, *given)
+            def counted(
+                self: Any, *given: Any, original: Any = kind.on_train_batch_end, key: str = kind.__name__
+            ) -> None:
+                calls[key] += 1
+                original(self, *given)
 
-                patch.setattr(kind, hook, counted)
+            patch.setattr(kind, "on_train_batch_end", counted)
         saver = RunCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=7, save_top_k=-1)
-        mine = [*default_callbacks([]), saver, *growths(), FastLoop(cuda_graph=True), *callbacks]
+        mine = [*default_callbacks([]), saver, *growths(), CapturedSteps(cuda_graph=True), *callbacks]
         case = Case(partial(mlp, **arguments), lambda: mine, settings, loader)
         return fit(case, folder, ckpt=ckpt), calls
 
@@ -297,39 +279,73 @@ def run_by_default(
 OFTEN = ("a schedule of the decay", "epochs of a schedule", "epochs with a growth", "ragged batches and a schedule")
 
 
-@pytest.mark.parametrize("name", slow_except(BLOCKS, "validations", "upscales", "epochs", kept=OFTEN))
+@pytest.mark.parametrize("name", slow_except(BLOCKS, "validations", "a trial", "upscales", "epochs", kept=OFTEN))
 def test_blocks_of_steps_are_as_single_steps(
     name: str, captures: list[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = BLOCKS[name][3]
     single, called = run_by_default(name, tmp_path / "run", monkeypatch, Hooked())
-    assert called["Curves.on_train_batch_end"] == steps
-    assert called["Curves.on_steps"] == 0
+    assert called["Curves"] == steps
     expected, replayed = observed(single.folder), [step.calls for step in captures]
     shutil.move(tmp_path / "run", tmp_path / "single")
     captures.clear()
     blocks, called = run_by_default(name, tmp_path / "run", monkeypatch)
     assert list(differences(observed(blocks.folder), expected)) == []
     assert [step.calls for step in captures] == replayed, "as many steps were captured"
-    # with hooks are the first four, those with a checkpoint, a validation or a growth, and the last of an epoch
-    assert called["Curves.on_train_batch_end"] == BLOCKS[name][4]
+    assert called["Curves"] < steps
 
 
 @pytest.mark.usefixtures("captures")
-def test_sigterm_ends_a_run_soon(tmp_path: Path) -> None:
+def test_sigterm_ends_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended_at: list[int] = []
 
-    class Terminated(Strides):
-        def stride(self, trainer: Trainer, step: int) -> float:
-            return steps_to(5, step)
-
-        def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Any) -> None:
-            trainer._signal_connector.received_sigterm = trainer.global_step >= 15
-
+    class Ending(Callback):
         def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
             ended_at.append(trainer.global_step)
 
-    case = Case(mlp, settings={"limit_val_batches": 0, "max_steps": 80, "enable_checkpointing": False})
+    def terminated(self: StandIn, batch: Any, function: Any = StandIn.__call__) -> Tensor:
+        loss = function(self, batch)
+        if self.calls == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    monkeypatch.setattr(StandIn, "__call__", terminated)
+    saver = RunCheckpoint(tmp_path / "checkpoints", "{step}", every_n_train_steps=100)
+    settings = {"limit_val_batches": 0, "max_steps": 80}
+    loader = partial(ResidentLoader, batch_size=1, shuffle=True)
     with pytest.raises(SIGTERMException):
-        fit(case, tmp_path, Terminated(), FastLoop(cuda_graph=True))
-    assert ended_at[0] <= 25  # a block may be under way
+        fit(Case(mlp, settings=settings, loader=loader), tmp_path, Ending(), saver, CapturedSteps(cuda_graph=True))
+    assert ended_at == [20 + 3]
+    assert (tmp_path / "checkpoints/resume/step=23.ckpt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("captures")
+@pytest.mark.parametrize(("interrupted", "resumed"), [(False, True), (True, False)])
+def test_checkpoints_are_resumed_with_captured_steps_and_without(
+    interrupted: bool, resumed: bool, tmp_path: Path
+) -> None:
+    growth = partial(UpscaleCallback, 13, 24, noise=mupscale.AdditiveNoise(0.1))
+    case = Case(
+        partial(mlp, lr_scheduler=SCHEDULES["CosineAnnealingLR"]),
+        callbacks=lambda: [growth(), ExactResume()],
+        settings={"val_check_interval": 4},
+    )
+    whole = fit(case, tmp_path / "whole")
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(case, tmp_path / "interrupted", saver, *[CapturedSteps(cuda_graph=True)] * interrupted)
+    for step in (8, 10, 13):  # at a validation, at an epoch's end, and at the swap
+        extra = [CapturedSteps(cuda_graph=True)] * resumed
+        again = fit(case, tmp_path / f"resumed {step}", *extra, ckpt=tmp_path / f"step={step}.ckpt")
+        mine, other = (torch.load(run.folder / "end.ckpt", weights_only=True) for run in (again, whole))
+        assert_equal(mine, other, str(step))
+
+
+def test_tf32_is_asked_for(tmp_path: Path) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for tf32, expected in ((False, before), (True, "high")):
+            fit(Case(settings={"max_steps": 1}), tmp_path / str(tf32), CapturedSteps(tf32=tf32))
+            assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)

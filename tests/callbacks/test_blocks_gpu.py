@@ -13,8 +13,8 @@ from observed_fits import Hooked
 from run_ends import differences, observed
 from tiny_modules import SCHEDULES, rows
 
+from mupscale.callbacks.captured_steps import CapturedSteps
 from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.plain import default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -32,14 +32,16 @@ def run(folder: Path, *callbacks: Callback, **arguments: Any) -> int:
     hooked: list[int] = []
 
     class Counted(Curves):
+        needs_every_step = False
+
         def on_train_batch_end(self, *given: Any) -> None:
             hooked.append(1)
             super().on_train_batch_end(*given)
 
     Counted.__qualname__ = Curves.__qualname__  # under which its state is saved
-    mine = [Counted(), saver, UpscaleCallback(33, 64), FastLoop(cuda_graph=True), *callbacks]
+    mine = [Counted(), saver, UpscaleCallback(33, 64, noise=None), CapturedSteps(cuda_graph=True), *callbacks]
     trainer = Trainer(
-        accelerator="gpu", devices=1, max_steps=60, default_root_dir=folder, log_every_n_steps=3,
+        accelerator="gpu", devices=1, max_steps=60, default_root_dir=folder, log_every_n_steps=12,
         num_sanity_val_steps=0, enable_model_summary=False, val_check_interval=10,
         logger=TensorBoardLogger(folder, name="", version=""), callbacks=[*default_callbacks(mine), *mine],
     )  # fmt: skip
