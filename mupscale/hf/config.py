@@ -7,7 +7,7 @@ list that has a match decides, in the order of `kind_of`.
 import copy
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -28,47 +28,46 @@ Kind = Literal["feed_forward", "heads", "width", "kept", "refused", "unknown"]
 
 _KEPT = (  # names that look like widths and are none
     # of one head, of a low-rank factor, of a state, of a group
-    r"(.*_)?head_?dim(_.*)?|(.*_)?head_size|(.*_)?dim_head|d_kv|d_rel|kv_channels|key_dim|(mamba_)?d_(state|conv|head)",
-    r"groups_width|(?!time_step_|mamba_dt_)(.*_)?rank|(.*_)?(ssm_)?state_(size|dim)",
-    r"rotary_(emb_)?dim|(.*_)?kernel_dim|conv1d_width",
+    r"(.*_)?head_?dim(_.*)?|(.*_)?head_size|(.*_)?dim_head|d_kv|d_rel|kv_channels|key_dim",
+    r"(mamba_)?d_(state|conv|head)|groups_width|(.*_)?(ssm_)?state_(size|dim)|rotary_(emb_)?dim|(.*_)?kernel_dim",
+    r"conv1d_width",
     # what goes in and comes out
     r"(.*_)?vocab_sizes?|codebook_(size|dim)|(.*_)?codevector_dim|(.*_)?image_sizes?|(.*_)?img_size|(.*_)?patch_size",
-    r"num_.*(features|channels)|(audio_|input_|stem_num_)?channels|input_num_channels|output_num_channels|patch_sizes",
+    r"num_.*(features|channels)|(audio_|input_|stem_num_)?channels|output_num_channels|patch_sizes",
     r"(text_|audio_|vision_)?projection_dim|project_dim|classifier_proj_size|(xvector_)?output_dim|input_dim",
     r"feature_projection_input_dim|(act|state|max_action|max_state|mel|model_in|visual_pos|visual_feat|query)_dim",
-    r"visual_embedding_dim|speaker_embedding_(dim|size)|(lang|spkr|speaker)_embed_dim|dim_bbox(_.*)?|sampling_dim",
-    r"input_feat_per_channel|pooler_output_size|dim_model_base|retrieval_vector_size|(.*_)?input_channels",
-    r"head_out_channels|image_embedding_size|frequency_embedding_size|latent_(dim|size)",
+    r"visual_embedding_dim|speaker_embedding_(dim|size)|(lang|spkr|speaker)_embed_dim|input_feat_per_channel",
+    r"pooler_output_size|retrieval_vector_size|(.*_)?input_channels|head_out_channels|image_embedding_size",
+    r"frequency_embedding_size|latent_(dim|size)",
     # lengths, windows, strides, counts
     r"(.*_)?(window|block|chunk|kernel|merge|stride|grid|masked_unit|beam|batch|pool|roi|crop|tile|tubelet)_?sizes?",
-    r"(.*_)?(window|kernel)_size_.*|(.*_)?(stride|max|min|num)_?sizes|(.*_)?feat(ure)?_sizes|(.*_)?rope_(feat|k)_sizes",
+    r"(.*_)?feat(ure)?_sizes|(.*_)?rope_(feat|k)_sizes",
     r"(.*_)?(cache|ngram|group|posemb|pos_emb|frame|shot|spec|input|image_feature_pool|mask|freq|final|train)_size",
-    r"median_filter_width|pos_emb_width|width_factor|image_width|hop_size|temperature_width|intermediate_multiple_size",
-    r"index_n_heads|guided_attention_loss_num_heads|fine_matching_slice_dim|o_groups|window_.*_size|.*_dilation_sizes",
-    r"model_parallel_size|base_attn_unit_dims|chunk_size_.*|max_pos_emb|scale_emb|context_size|feature_size|patch_dim",
-    r"(.*_)?prompt_size|kernel_predictor_conv_size|_label_trainable_num_channels|depth_separable_channels",
-    r"position_embedding_size|window_positional_.*|num_dense_dim|fpn_feature_size|keypoint_decoder_dim|input_feat_size",
+    r"median_filter_width|pos_emb_width|temperature_width|intermediate_multiple_size|index_n_heads",
+    r"guided_attention_loss_num_heads|fine_matching_slice_dim|.*_dilation_sizes|model_parallel_size",
+    r"base_attn_unit_dims|chunk_size_.*|max_pos_emb|scale_emb|context_size|feature_size|patch_dim|(.*_)?prompt_size",
+    r"kernel_predictor_conv_size|_label_trainable_num_channels|depth_separable_channels|position_embedding_size",
+    r"window_positional_.*|fpn_feature_size|keypoint_decoder_dim|input_feat_size",
 )
 _FEED_FORWARD = (
-    r"(.*_)?intermediate_(dim|size)s?(_.*)?|(.*_)?ffn_(dim|size|hidden_size)|n_inner|d_inner|d_ff|dff|dim_ff|block_ff_dim",
+    r"(.*_)?intermediate_(dim|size)s?(_.*)?|(.*_)?ffn_(dim|size|hidden_size)|n_inner|d_inner|d_ff|dff|dim_ff",
     r"(.*_)?dim_feedforward|(.*_)?feed_?forward_(dim|size|hidden_size)|(.*_)?mlp_(dim|size|hidden_size)",
-    r"(.*_)?linear_units|(.*_)?experts?_(dim|size)|moe_(dim|size|hidden_size)|intermediate_size_.*",
+    r"(.*_)?linear_units|(.*_)?experts?_(dim|size)|moe_(dim|size|hidden_size)",
 )
 _HEADS = (
-    r"(.*_)?n(um)?_(.*_)?heads?(_per_(layer|stage))?|(.*_)?attention_heads(_per_(layer|stage))?|(.*_)?attn_heads|(.*_)?heads",
-    r"(mamba_)?n_?groups|num_query_groups|[qkv]_groups|(intermediate|output|post_attention)_groups|upsample_groups",
-    r"num_conv_pos_embedding_groups",
+    r"(.*_)?n(um)?_(.*_)?heads?(_per_(layer|stage))?|(.*_)?heads|(mamba_)?n_?groups|num_query_groups|[qkv]_groups",
+    r"(intermediate|output|post_attention)_groups|upsample_groups|num_conv_pos_embedding_groups",
 )
 _WIDTH = (
-    r"(.*_)?hidden_(size|dim|channel)s?(_.*)?|n_embd|(.*_)?d_model|d_embed|dim|dims|d_latents|emb_dim|lru_width",
-    r"(.*_)?embed_dims?(_per_stage)?|(.*_)?embeds_hidden_size|(.*_)?embedding_(size|dim)|word_embed_proj_dim|(.*_)?emb_size",
-    r"mamba_d_ssm|time_step_rank|mamba_dt_rank|intra_bottleneck_size|conv_dim|tdnn_dim|fpn_hidden_size|text_encoder_width",
+    r"(.*_)?hidden_(size|dim|channel)s?(_.*)?|n_embd|(.*_)?d_model|dim|d_latents|emb_dim|lru_width",
+    r"(.*_)?embed_dims?(_per_stage)?|(.*_)?embedding_(size|dim)|word_embed_proj_dim|(.*_)?emb_size|mamba_d_ssm",
+    r"time_step_rank|mamba_dt_rank|intra_bottleneck_size|conv_dim|tdnn_dim|text_encoder_width",
     r"projector_(input|output)_dim|vision_output_dim|mask_dim|descriptor_dim|descriptor_decoder_dim|prompt_mid_dim",
     r"(.*_)?predictor_(filter_)?channels|(.*_)?(pre|post)net_units|text_projection_(in|out)_dim|bottleneck_features",
     r"(.*_)?conv_channels|depth_multiplier|width_multiplier|reduce_dim|flow_size|vit_dim",
     r"(.*_)?(stem|base|stage_in|stage_mid|stage_out|auxiliary|subsampling_conv|downsample|latent)_channels?(_list)?",
-    r"prediction_head_size|coordinate_size|shape_size|upsample_initial_channel|backbone_channel_list|num_filters",
-    r"mask_feature_(size|channels)|projection_size|axial_pos_embds_dim|width_coefficient|adapter_hidden_size|(.*_)?out_channels?",
+    r"coordinate_size|shape_size|upsample_initial_channel|backbone_channel_list|num_filters",
+    r"mask_feature_(size|channels)|projection_size|axial_pos_embds_dim|width_coefficient|(.*_)?out_channels?",
     r"(decoder|encoder)_in_channels|(.*_)?feature_dims|vision_features_channels|output_channels|post_process_channels",
 )
 _LISTS_ONLY = r"in_channels|out_channels"  # a number under this name is that of an image or of a latent
@@ -108,8 +107,15 @@ def kind_of(name: str, value: Any, beside: Any = ()) -> Kind:
     return "unknown" if re.fullmatch(_SIZE, name) else "kept"
 
 
-def is_size(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def map_sizes(change: Callable[[int], Any], value: Any) -> Any:
+    """A value with other sizes in it, in lists each of them."""
+    if isinstance(value, list | tuple):
+        return type(value)(map_sizes(change, each) for each in value)
+    return change(value) if is_count(value) else value
 
 
 def parts(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
@@ -135,6 +141,18 @@ def fields_of(part: PretrainedConfig) -> Iterator[tuple[str, Any]]:
         if isinstance(value, bool | str | dict | PretrainedConfig):
             continue
         yield name, value
+
+
+def sizes_of_layers(part: PretrainedConfig) -> dict[int, dict[str, Any]]:
+    """The fields that single layers have for themselves, by the number of the layer: Gemma 4's larger heads."""
+    spec = vars(part).get("_heterogeneity_spec")
+    return {} if spec is None else dict(spec.per_layer_overrides)
+
+
+def set_sizes_of_layers(part: PretrainedConfig, sizes: dict[Any, dict[str, Any]]) -> None:
+    part.per_layer_config = None  # or reading a field that is set here would be refused
+    if sizes:
+        part.per_layer_config = sizes
 
 
 Factor = int | float | Fraction
@@ -213,6 +231,8 @@ def _scaled(
         for name, value in list(fields_of(part)):
             key = next((key for key in (path + name, name) if key in given), None)
             kind = kind_of(name, value, vars(part))
+            if key is not None and DEPTH.fullmatch(name):
+                raise UserError(f"{path}{name} is a number of layers, no width: give --layers {path}{name}=N")
             if key is not None:
                 used.add(key)
                 here = given[key]
@@ -229,6 +249,10 @@ def _scaled(
                     raise UserError(
                         f"{path}{name} is {value!r}: the model derives its value; set it before it can grow"
                     )
+        for row in sizes_of_layers(part).values():
+            widths = {name: value for name, value in row.items() if kind_of(name, value, vars(part)) != "kept"}
+            if widths and common != 1:
+                raise UserError(f"{path}{min(widths)} differs by layer ({widths}); how such sizes grow is not known")
     unused = sorted(given.keys() - used)
     if unused:
         raise UserError(f"fields: the configuration of {config.model_type!r} has no field {unused[0]!r} of sizes")
@@ -242,13 +266,13 @@ def _scaled(
 def _factor_of(name: str, value: Any, kind: Kind, factor: Fraction, heads_stay: bool) -> Fraction:
     if kind in ("feed_forward", "width") or (kind == "heads" and not heads_stay):
         return factor
-    if kind == "unknown" and _has_size(value) and factor != 1:
+    if kind == "unknown" and factor != 1 and map_sizes(lambda size: 0, value) != value:
         raise UserError(
             f"field {name!r} = {value!r} looks like a size, and it is not known whether it grows with the width. Say "
             f"so: fields={{{name!r}: {factor}}} grows it, fields={{{name!r}: 1}} keeps it"
         )
     if kind == "refused" and factor != 1:
-        raise UserError(f"field {name!r} has widths among other numbers; the configuration cannot be widened by fields")
+        raise UserError(f"field {name!r} has widths among other numbers; the configuration cannot grow by fields")
     return Fraction(1)
 
 
@@ -268,23 +292,16 @@ def _fraction(name: str, factor: Any) -> Fraction:
     return Fraction(factor).limit_denominator(1 << 16)
 
 
-def _has_size(value: Any) -> bool:
-    return any(map(_has_size, value)) if isinstance(value, list | tuple) else is_size(value)
-
-
 def _times(name: str, value: Any, factor: Fraction) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_times(name, entry, factor) for entry in value)
-    if isinstance(value, float):
-        return float(value * factor)
-    if value is None or isinstance(value, bool | str) or value <= 0:
-        return value
-    size = value * factor
-    if size.denominator != 1:
-        raise UserError(
-            f"{name} = {value} times {factor} is not whole; choose another factor, or fields={{{name!r}: ...}}"
-        )
-    return int(size)
+    def times(size: int) -> int:
+        product = size * factor
+        if product.denominator != 1:
+            raise UserError(
+                f"{name} = {size} times {factor} is not whole; choose another factor, or fields={{{name!r}: ...}}"
+            )
+        return int(product)
+
+    return float(value * factor) if isinstance(value, float) else map_sizes(times, value)
 
 
 def _refuse_odd_heads(narrow: PretrainedConfig, wide: PretrainedConfig) -> None:
@@ -303,7 +320,7 @@ def _refuse_odd_heads(narrow: PretrainedConfig, wide: PretrainedConfig) -> None:
                 )
 
 
-_BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "attention_layers")
+BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "attention_layers")
 """Lists with an entry for each layer, whatever a fresh configuration says."""
 _WINDOWS = "attention_window"
 """A list with an entry for each layer that is not of a decoder."""
@@ -326,8 +343,8 @@ def numbers_of_layers(config: PretrainedConfig) -> dict[str, int]:
     """
     answer: dict[str, int] = {}
     for path, part in parts(config):
-        found = {name: value for name, value in vars(part).items() if DEPTH.fullmatch(name) and is_size(value)}
-        lists = {name: len(vars(part)[name]) for name in _BY_LAYER if vars(part).get(name)}
+        found = {name: value for name, value in vars(part).items() if DEPTH.fullmatch(name) and is_count(value)}
+        lists = {name: len(vars(part)[name]) for name in BY_LAYER if vars(part).get(name)}
         answer |= {path + name: value for name, value in (found or lists).items()}
     return answer
 
@@ -375,7 +392,7 @@ def deep_config(
     part = dict(parts(deep))[prefix + dot]
     old = numbers_of_layers(config)[field]
     by_layer, equal = _following(part, name)
-    by_layer |= {name, *_BY_LAYER} if "decoder" in name else {name, *_BY_LAYER, _WINDOWS}
+    by_layer |= {name, *BY_LAYER} if "decoder" in name else {name, *BY_LAYER, _WINDOWS}
     kept = {path.rpartition(".")[2] for path in others if path.rpartition(".")[0] == prefix} - {name}
     for each, value in list(vars(part).items()):
         if (each == name or each in equal - kept) and value == old:
@@ -384,12 +401,15 @@ def deep_config(
             changed = _changed_list(each, value, old, sources, by_layer)
             if changed is not None:
                 setattr(part, each, changed)
-        elif _FIRST.fullmatch(each) and is_size(value) and value <= old:
+        elif _FIRST.fullmatch(each) and is_count(value) and value <= old:
             setattr(part, each, sum(source < value for source in sources))
-        elif each == _LAST and is_size(value):
+        elif each == _LAST and is_count(value):
             setattr(part, each, max(number for number, source in enumerate(sources) if source <= value))
         elif each == _BRANCHES and value:
             setattr(part, each, value * math.sqrt(len(sources) / old))
+    own = sizes_of_layers(part)
+    if own:
+        set_sizes_of_layers(part, {new: own[source] for new, source in enumerate(sources) if source in own})
     return deep
 
 

@@ -7,12 +7,26 @@ equal, a whole multiple of the hidden size stays that multiple, and all other si
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from mupscale.hf.config import DEPTH, HEAD_SIZE, HEADS, HIDDEN, LAYER_NUMBERS, fields_of, is_size, kind_of, parts
+from mupscale.hf.config import (
+    DEPTH,
+    HEAD_SIZE,
+    HEADS,
+    HIDDEN,
+    LAYER_NUMBERS,
+    fields_of,
+    is_count,
+    kind_of,
+    map_sizes,
+    parts,
+    set_sizes_of_layers,
+    sizes_of_layers,
+)
 
 _STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"),
@@ -22,6 +36,8 @@ _STATE_HEADS = (
 _SMALL_HEADS = (8, 10, 12, 16, 20, 24, 32, 40, 64)
 _VOCABULARIES = (61, 67, 71, 73, 79, 83, 89, 97)  # primes: no size is equal to them, nor any multiple of one
 _LAYERS = 2
+_PATCH, _SIDE = 4, 4
+"""Of an image: pixels along the side of a patch, and patches along the side of the image."""
 _STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
 _TOKEN = re.compile(r"(.*_)?token_(ids?|index)|.*_(bos|eos|pad)_id|(begin_)?suppress_tokens|(tag|subs)_pad_id")
 _CAPS = {
@@ -34,6 +50,7 @@ _CAPS = {
 _EXPERTS = re.compile(r"(.*_)?num_(local_)?experts|n_routed_experts|(.*_)?n_experts")
 _PER_TOKEN = re.compile(r"(.*_)?(num_experts_per_tok(en)?|moe_topk|moe_k|top_?k(_experts)?|moe_top_k|router_topk)")
 _RANK = re.compile(r"(?!time_step_|mamba_dt_)(.*_)?rank")
+_LINEAR_HEADS = r"linear_num_.*heads"
 _LATENT_HEADS = ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
 
 
@@ -53,16 +70,22 @@ def shrunken(config: PretrainedConfig, *, keep_layers: bool = False) -> Pretrain
         _shrink_heads(part, sizes)
     for _, part in parts(small):
         _shrink_widths(part, sizes)
-        for name, value in list(fields_of(part)):
-            if _RANK.fullmatch(name) and is_size(value) and value > 8:
-                setattr(part, name, sizes.new(value))
+        _change(part, _RANK, lambda rank: sizes.new(rank) if rank > 8 else rank)
         if not keep_layers:
             _shrink_layers(part)
         _shrink_experts(part)
         for pattern, most in _CAPS.items():
             _cap(part, pattern, most)
         _shrink_image(part)
+    for _, part in parts(small):
+        _shrink_features_of_images(part)
     _shrink_vocabulary(small)
+    for (_, before), (_, after) in zip(parts(config), parts(small), strict=True):
+        rows, old, new = sizes_of_layers(before), vars(before), vars(after)
+        if rows:
+            rows = {layer: row for layer, row in rows.items() if layer < new["num_hidden_layers"]}
+            scaled = {n: {k: v * new[k] // old[k] if is_count(v) else v for k, v in r.items()} for n, r in rows.items()}
+            set_sizes_of_layers(after, scaled)
     return small
 
 
@@ -87,23 +110,31 @@ class _Sizes:
         return self.hold(size, min(candidate, size))
 
 
-def _cap(part: PretrainedConfig, pattern: str, most: int) -> None:
-    """Lowers the fields that match to at most a number; of lists, each entry."""
+def _change(part: PretrainedConfig, pattern: str | re.Pattern[str], small: Callable[[int], int]) -> None:
+    """Makes the sizes smaller in the fields that match, in lists each of them."""
     for name, value in list(fields_of(part)):
         if re.fullmatch(pattern, name):
-            if isinstance(value, list):
-                setattr(part, name, [min(entry, most) if is_size(entry) else entry for entry in value])
-            elif is_size(value):
-                setattr(part, name, min(value, most))
+            setattr(part, name, map_sizes(small, value))
+
+
+def _cap(part: PretrainedConfig, pattern: str | re.Pattern[str], most: int) -> None:
+    """Lowers the fields that match to at most a number."""
+    _change(part, pattern, lambda value: min(value, most))
 
 
 def _first(values: dict[str, Any], names: Iterable[str]) -> str | None:
-    return next((name for name in names if is_size(values.get(name))), None)
+    return next((name for name in names if is_count(values.get(name))), None)
+
+
+def _hidden(values: dict[str, Any]) -> str | None:
+    """The field of the width; the hidden size of Qwen2-VL's vision tower is that of what it returns."""
+    own = ("embed_dim",) if "spatial_merge_size" in values else ()
+    return _first(values, (*own, *HIDDEN))
 
 
 def _attention_heads(part: PretrainedConfig) -> dict[str, int]:
     """Numbers of heads of attention: whole numbers, those of state-space and linear layers left out."""
-    heads = {name: value for name, value in fields_of(part) if is_size(value) and kind_of(name, value) == "heads"}
+    heads = {name: value for name, value in fields_of(part) if is_count(value) and kind_of(name, value) == "heads"}
     return {name: value for name, value in heads.items() if not re.search("mamba|linear|groups", name)}
 
 
@@ -116,8 +147,9 @@ def _base(ratios: list[int], common: int) -> int:
 def _shrink_heads(part: PretrainedConfig, sizes: _Sizes) -> None:
     values = vars(part)
     heads = _attention_heads(part)
-    hidden, count = _first(values, HIDDEN), _first(values, HEADS)
-    if _has_stages(part) or not heads:
+    hidden, count = _hidden(values), _first(values, HEADS)
+    is_mamba_2 = "state_size" in values and "head_dim" in values  # which has no attention
+    if _has_stages(part) or not heads or is_mamba_2:
         return
     if count is None:
         count = max(heads, key=lambda name: heads[name])
@@ -155,16 +187,15 @@ def _shrink_heads(part: PretrainedConfig, sizes: _Sizes) -> None:
 
 def _shrink_latent_heads(part: PretrainedConfig) -> None:
     """The head sizes of latent attention: one with positions, one without, one of the values."""
-    before = {name: getattr(part, name) for name in _LATENT_HEADS}
-    after = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-    if before["v_head_dim"] != before["qk_nope_head_dim"]:
-        after["v_head_dim"] = 12
-    if before["qk_rope_head_dim"] == before["qk_nope_head_dim"]:
-        after["qk_rope_head_dim"] = 8
+    before = {name: vars(part)[name] for name in _LATENT_HEADS}
+    plain, value, rotary = (before[name] for name in _LATENT_HEADS)
+    after = {
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8 if value == plain else 12,
+        "qk_rope_head_dim": 4 + 4 * (rotary == plain),
+    }
     small = {before[name]: after[name] for name in _LATENT_HEADS}
-    small[before["qk_nope_head_dim"] + before["qk_rope_head_dim"]] = (
-        after["qk_nope_head_dim"] + after["qk_rope_head_dim"]
-    )
+    small[plain + rotary] = after["qk_nope_head_dim"] + after["qk_rope_head_dim"]
     for name in ("qk_head_dim", "head_dim"):
         if vars(part).get(name) in small:
             setattr(part, name, small[vars(part)[name]])
@@ -186,14 +217,16 @@ def _small_head(part: PretrainedConfig, before: int) -> int:
     values = vars(part)
     found: list[Any] = [values.get(name) for name in ("partial_rotary_factor", "rotary_pct", "rotary_percent")]
     found += [table.get("partial_rotary_factor") for table in _rope_tables(part)]
-    if is_size(values.get("rotary_dim")):
+    if is_count(values.get("rotary_dim")):
         found.append(values["rotary_dim"] / before)
+    if "spatial_merge_size" in values:  # half of the head turns with the row of a patch, half with its column
+        found.append(0.5)
     shares = [share for share in found if isinstance(share, int | float) and 0 < share <= 1]
     sections = any("mrope_section" in table for table in _rope_tables(part))
     fitting = [size for size in _SMALL_HEADS if 16 * sections <= size < before]
     rotary = {size: [size * share / 2 for share in shares] for size in fitting}
     small = next((size for size in fitting if all(abs(half - round(half)) < 5e-10 for half in rotary[size])), before)
-    if is_size(values.get("rotary_dim")):
+    if is_count(values.get("rotary_dim")):
         part.rotary_dim = round(values["rotary_dim"] / before * small)
     for table in _rope_tables(part):
         _shrink_rope(table, small, min([1.0, *shares]))
@@ -215,7 +248,7 @@ def _shrink_rope(table: dict[str, Any], head_size: int, share: float) -> None:
 def _has_stages(part: PretrainedConfig) -> bool:
     """Whether widths or heads are given by stage, as in a convolutional network or Swin."""
     return any(
-        isinstance(value, list | tuple) and kind_of(name, value) in ("width", "heads") and all(map(is_size, value))
+        isinstance(value, list | tuple) and kind_of(name, value) in ("width", "heads") and all(map(is_count, value))
         for name, value in fields_of(part)
         if value and name not in ("conv_dim", "tdnn_dim") and not name.endswith("_per_layer")
     )
@@ -227,29 +260,25 @@ def _shrink_widths(part: PretrainedConfig, sizes: _Sizes) -> None:
     if _has_stages(part):
         _shrink_stages(part, widths)
         return
-    hidden = _first(values, HIDDEN)
+    hidden = _hidden(values)
     before = values[hidden] if hidden is not None else 0
     after = sizes.new(before) if hidden is not None else 0
     for name, value in widths.items():
-        if isinstance(value, list | tuple):
-            setattr(part, name, type(value)(_related(entry, before, after, sizes) for entry in value))
-        elif is_size(value):
-            small = math.ceil(after / 16) if name in ("time_step_rank", "mamba_dt_rank") else 0
-            setattr(part, name, small or _related(value, before, after, sizes))
+        is_rank = name in ("time_step_rank", "mamba_dt_rank")
+        small = (lambda _: math.ceil(after / 16)) if is_rank else partial(_related, before, after, sizes)
+        setattr(part, name, map_sizes(small, value))
     for heads, head_size in _STATE_HEADS:
         _shrink_state_heads(part, heads, head_size, before, after)
     if "state_size" in values and "head_dim" in values and before:  # Mamba 2 has no attention
         _shrink_state_heads(part, "num_heads", "head_dim", before, after)
     _cap(part, "linear_(key_|value_)?head_dim", 8)
-    linear = {n: v for n, v in fields_of(part) if re.fullmatch(r"linear_num_.*heads", n) and is_size(v)}
-    common = math.gcd(*linear.values()) if linear else 1
-    for name, value in linear.items():
-        setattr(part, name, value // common * min(2, common))
+    common = math.gcd(*(v for n, v in fields_of(part) if re.fullmatch(_LINEAR_HEADS, n) and is_count(v)))
+    _change(part, _LINEAR_HEADS, lambda count: count // common * min(2, common))
 
 
-def _related(value: Any, before: int, after: int, sizes: _Sizes) -> Any:
+def _related(before: int, after: int, sizes: _Sizes, value: int) -> int:
     """A multiple of the hidden size stays that multiple; other sizes get one of their own."""
-    if not is_size(value) or value < 8:
+    if value < 8:
         return value
     if before and value % before == 0 and value // before <= 8:
         return sizes.hold(value, value // before * after) if value not in sizes.of else sizes.of[value]
@@ -258,9 +287,9 @@ def _related(value: Any, before: int, after: int, sizes: _Sizes) -> Any:
 
 def _shrink_state_heads(part: PretrainedConfig, heads: str, head_size: str, before: int, after: int) -> None:
     values = vars(part)
-    if not is_size(values.get(heads)):
+    if not is_count(values.get(heads)):
         return
-    inner = values[heads] * values[head_size] if is_size(values.get(head_size)) else 0
+    inner = values[heads] * values[head_size] if is_count(values.get(head_size)) else 0
     if values.get("mamba_d_ssm") and inner:  # a width of its own
         setattr(part, head_size, 8)
         setattr(part, heads, values["mamba_d_ssm"] // 8)
@@ -276,21 +305,20 @@ def _shrink_stages(part: PretrainedConfig, widths: dict[str, Any]) -> None:
     """Widths by stage keep their ratios, numbers of heads by stage as well."""
     heads = {n: v for n, v in fields_of(part) if kind_of(n, v) == "heads"}
     for sizes, most in ((widths, 8), (heads, 1)):
-        flat = [size for value in sizes.values() for size in (value if isinstance(value, list | tuple) else [value])]
-        common = math.gcd(*(size for size in flat if is_size(size)))
+        found: list[int] = []
+        map_sizes(found.append, list(sizes.values()))
+        common = math.gcd(*found)
         for name, value in sizes.items():
-            setattr(part, name, _scaled(value, common, min(common, most)))
+            setattr(part, name, map_sizes(partial(_rescaled, common, min(common, most)), value))
 
 
-def _scaled(value: Any, common: int, unit: int) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_scaled(entry, common, unit) for entry in value)
-    return value // common * unit if is_size(value) else value
+def _rescaled(common: int, unit: int, size: int) -> int:
+    return size // common * unit
 
 
 def _shrink_layers(part: PretrainedConfig) -> None:
     values = vars(part)
-    depth_names = [n for n, v in fields_of(part) if DEPTH.fullmatch(n) and is_size(v)]
+    depth_names = [n for n, v in fields_of(part) if DEPTH.fullmatch(n) and is_count(v)]
     main = _first(values, ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth"))
     whole = values[main] if main is not None else 0
     per_layer = {
@@ -298,7 +326,7 @@ def _shrink_layers(part: PretrainedConfig) -> None:
         for name, value in values.items()
         if isinstance(value, list) and len(value) == whole > _LAYERS and not LAYER_NUMBERS.fullmatch(name)
     }
-    offsets = [value + 1 for name, value in fields_of(part) if name.endswith("_layer_offset") and is_size(value)]
+    offsets = [value + 1 for name, value in fields_of(part) if name.endswith("_layer_offset") and is_count(value)]
     kept = max([_LAYERS, *offsets, *(_until_all_seen(value) for value in per_layer.values())])
     pattern = values.get("attention_types")
     if isinstance(pattern, list) and pattern and isinstance(pattern[0], list):
@@ -312,12 +340,16 @@ def _shrink_layers(part: PretrainedConfig) -> None:
     for name, value in list(vars(part).items()):
         if name in per_layer or not isinstance(value, list | tuple) or not value:
             continue
-        if _STAGES.fullmatch(name) and all(map(is_size, value)):
+        if _STAGES.fullmatch(name) and all(map(is_count, value)):
             setattr(part, name, type(value)(min(entry, 2) for entry in value))
         elif LAYER_NUMBERS.fullmatch(name) and all(isinstance(entry, int) for entry in value) and main is not None:
             setattr(part, name, type(value)([entry for entry in value if entry < kept] or [kept - 1]))
+    stages = values.get("stage_names")
+    if isinstance(stages, list) and len(stages) == whole + 1:  # a backbone that names each layer
+        part.stage_names = stages[: kept + 1]
+        part._out_features = [part.stage_names[number] for number in part._out_indices]
     _cap(part, "first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1)
-    if is_size(values.get("moe_layer_end_index")):
+    if is_count(values.get("moe_layer_end_index")):
         part.moe_layer_end_index = kept - 1
 
 
@@ -333,21 +365,39 @@ def _until_all_seen(kinds: list[Any]) -> int:
 
 def _shrink_experts(part: PretrainedConfig) -> None:
     values = vars(part)
-    used = max([1, *(v for n, v in fields_of(part) if _PER_TOKEN.fullmatch(n) and is_size(v))])
-    groups = next((values[n] for n in ("n_group", "num_expert_group", "moe_n_group") if is_size(values.get(n))), 1)
-    chosen = values["topk_group"] if is_size(values.get("topk_group")) else groups
+    used = max([1, *(v for n, v in fields_of(part) if _PER_TOKEN.fullmatch(n) and is_count(v))])
+    groups = next((values[n] for n in ("n_group", "num_expert_group", "moe_n_group") if is_count(values.get(n))), 1)
+    chosen = values["topk_group"] if is_count(values.get("topk_group")) else groups
     least = max(4, used + 1, 2 * groups, -(-used * groups // chosen))
     least = -(-least // groups) * groups
-    for name, value in list(fields_of(part)):
-        if _EXPERTS.fullmatch(name) and is_size(value):
-            setattr(part, name, min(value, least))
+    _cap(part, _EXPERTS, least)
 
 
 def _shrink_image(part: PretrainedConfig) -> None:
-    image, patch = vars(part).get("image_size"), vars(part).get("patch_size")
-    if isinstance(image, int) and isinstance(patch, int) and patch > 0 and not _has_stages(part) and image % patch == 0:
-        part.patch_size = min(patch, 4)
-        part.image_size = part.patch_size * min(image // patch, 4)
+    image: Any = vars(part).get("image_size")
+    patch: Any = vars(part).get("patch_size")
+    sizes = list(image) if isinstance(image, list | tuple) else [image]
+    patches = list(patch) if isinstance(patch, list | tuple) else [patch]
+    if not all(map(is_count, [*sizes, *patches])) or len(set(patches)) > 1 or _has_stages(part):
+        return
+    if all(size % patches[0] == 0 for size in sizes):
+        small = min(patches[0], _PATCH)
+        part.patch_size = type(patch)([small] * len(patches)) if isinstance(patch, list | tuple) else small
+        found = [small * min(size // patches[0], _SIDE) for size in sizes]
+        part.image_size = type(image)(found) if isinstance(image, list | tuple) else found[0]
+
+
+def _shrink_features_of_images(part: PretrainedConfig) -> None:
+    """What a model takes of the layers and patches of its small vision tower."""
+    tower = vars(part).get("vision_config")
+    layers = next((getattr(tower, n) for n, _ in fields_of(tower) if DEPTH.fullmatch(n)), 1) if tower else 1
+    taken = vars(part).get("vision_feature_layer")
+    if isinstance(taken, list | tuple):
+        part.vision_feature_layer = type(taken)(-1 - index % layers for index in range(len(taken)))
+    elif isinstance(taken, int):
+        part.vision_feature_layer = max(taken, -1 - layers) if taken < 0 else min(taken, layers)
+    if is_count(vars(part).get("mm_tokens_per_image")):
+        part.mm_tokens_per_image = min(part.mm_tokens_per_image, _SIDE)
 
 
 def _shrink_vocabulary(config: PretrainedConfig) -> None:
@@ -355,7 +405,7 @@ def _shrink_vocabulary(config: PretrainedConfig) -> None:
     new: dict[int, int] = {}
     for _, part in parts(config):
         for name, value in list(fields_of(part)):
-            if re.fullmatch(r"(.*_)?vocab_size(_.*)?", name) and is_size(value) and value > _VOCABULARIES[-1]:
+            if re.fullmatch(r"(.*_)?vocab_size(_.*)?", name) and is_count(value) and value > _VOCABULARIES[-1]:
                 new.setdefault(value, _VOCABULARIES[len(new) % len(_VOCABULARIES)])
                 setattr(part, name, new[value])
     if not new:

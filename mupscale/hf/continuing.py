@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from mupscale.hf.folder import GROWTH_FILE
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport
 from mupscale.text_tables import unwrapped
-from mupscale.widening.hints import matches
+from mupscale.widening.growth import matches
 from mupscale.widening.layers import stand_in
-from mupscale.widening.optimizers import rule_of
+from mupscale.widening.optimizers import OptimizerRule, Sized, rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import Record, Records, record_of, records_of, store_records, write_records
 from mupscale.widening.write import remember_widths
@@ -50,13 +51,18 @@ def growth_record(
 
 def _factors(plan: Plan, method: GrowthMethod) -> dict[str, dict[str, dict[str, float]]]:
     """lr, eps and weight_decay of every parameter in units of the narrow run's, for each optimizer."""
+    return {name: factors_of(method.rates(entry)) for name, entry in plan.parameters.items()}
+
+
+def factors_of(sized: Sized) -> dict[str, dict[str, float]]:
+    """lr, eps and weight_decay of a parameter that has grown so, for each optimizer."""
+    return {kind: rule.scale({}, sized)._asdict() for kind, rule in _rules().items()}
+
+
+@cache
+def _rules() -> dict[str, OptimizerRule]:
     unused = [nn.Parameter(torch.zeros(1))]
-    rules = {name: rule_of(kind(unused, lr=1.0)) for name, kind in OPTIMIZERS.items()}
-    answer = {}
-    for name, entry in plan.parameters.items():
-        sized = method.rates(entry)
-        answer[name] = {kind: rule.scale({}, sized)._asdict() for kind, rule in rules.items()}
-    return answer
+    return {name: rule_of(kind(unused, lr=1.0)) for name, kind in OPTIMIZERS.items()}
 
 
 def parameter_groups(
@@ -136,7 +142,7 @@ def freeze_old_parameters(model: nn.Module, grown: str | Path | UpscaleReport | 
     if isinstance(grown, UpscaleReport):
         new = set(grown.new_parameters)
     else:
-        found = _record(grown).get("new_parameters")
+        found = read_growth(grown).get("new_parameters")
         new = {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
     parameters = {unwrapped(name): parameter for name, parameter in model.named_parameters()}
     if not new:
@@ -147,11 +153,12 @@ def freeze_old_parameters(model: nn.Module, grown: str | Path | UpscaleReport | 
         parameter.requires_grad_(name in new)
 
 
-def _record(grown: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+def read_growth(grown: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record of a growth: of a folder that `upscale` wrote, or of its `mupscale.json`."""
     if isinstance(grown, str | Path):
         path = Path(grown) / GROWTH_FILE if Path(grown).is_dir() else Path(grown)
         try:
-            grown = json_of(path.read_text())
+            grown = json_of(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read as the record of a growth ({error})") from error
     if (
@@ -169,7 +176,7 @@ def _read(
     if isinstance(grown, UpscaleReport):
         shapes = {name: tuple(entry.wide_shape) for name, entry in grown.plan.parameters.items()}
         return _factors(grown.plan, grown.method), {}, shapes
-    rows = _record(grown)["parameters"]
+    rows = read_growth(grown)["parameters"]
     try:
         factors = {name: _numbers(row["factors"]) for name, row in rows.items()}
         widths = {name: record_of(row["width"]) for name, row in rows.items() if row.get("width")}

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PretrainedConfig
 
-from mupscale.checks.agreement import check_agreement
+from mupscale.checks.check_step import check_step
 from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError, refuse_unless_whole
 from mupscale.hf.config import deep_config, numbers_of_layers, parts, wide_config
@@ -149,6 +149,8 @@ def _counts(config: PretrainedConfig, lists: Mapping[str, Any], layers: Counts) 
     numbers = numbers_of_layers(config)
     there = ", ".join(f"{field}={numbers[field]}" for field in lists)
     if not isinstance(layers, Mapping):
+        if getattr(config, "is_encoder_decoder", False) and len({numbers[field] for field in lists}) == 1:
+            return _counts(config, lists, dict.fromkeys(lists, layers))
         if len(lists) > 1:
             raise UserError(
                 f"layers: this {config.model_type} has {there}; say which grows, as in {next(iter(lists))}=N"
@@ -221,7 +223,7 @@ def _check(narrow: Any, deep: Any, found: Deepening, call: Call) -> None:
     if not found.residual:
         return
     planned = as_identity(planned, narrow, deep, found.residual)
-    agreement = check_agreement(narrow, deep, planned, lambda model: logits_of(call(model)))
+    agreement = check_step(narrow, deep, (), lambda model: logits_of(call(model)), planned)
     if agreement.exact is False:
         raise UserError(f"with layers that add nothing, {agreement.reason}")
     check_reloaded(narrow, deep, planned, call)

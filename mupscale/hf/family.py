@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
+from mupscale.checks.comparison import planned_layouts
 from mupscale.checks.recording import float64_copy
 from mupscale.discovery.discover import confirm, cuts_between, discover
 from mupscale.discovery.found import Found
@@ -24,7 +26,7 @@ from mupscale.hf.config_shrunken import shrunken
 from mupscale.hf.forward_pass import Call, default_call, difference, quiet, whole_rows
 from mupscale.methods.grow import grow
 from mupscale.text_tables import Watch, unwatched
-from mupscale.widening.hints import Hints
+from mupscale.widening.plan import plan
 from mupscale.widening.plan_text import Plan
 
 OTHER_SIZE = 3
@@ -66,7 +68,14 @@ class Family:
         sizes = json.dumps([small.to_dict(), factors], sort_keys=True, default=str)
         key = type(small), self.model_class, self.call, sizes
         if key not in _known:
-            _known[key] = self._discovered(small, wide_config(small, 1, fields=factors))
+            try:
+                _known[key] = self._discovered(small, wide_config(small, 1, fields=factors))
+            except UserError as error:
+                odd = [path for path, factor in factors.items() if factor.denominator != 1]
+                if not odd:
+                    raise
+                grown = (f"{path} {attrgetter(path)(config)} → {attrgetter(path)(wide)}" for path in odd)
+                raise UserError(f"{', '.join(grown)}: found in a small model of the family, {error}") from error
         return _known[key]
 
     def found_between(self, narrow: Any, wide: Any, config: PretrainedConfig | None = None) -> Found:
@@ -79,7 +88,7 @@ class Family:
         before, after = (on_meta(type(narrow), each).double().eval() for each in (narrow.config, config))
         try:
             with torch.device("meta"), whole_rows():
-                return cuts_between(before, after, self.call or default_call)
+                return _cuts_of(before, after, self.call or default_call)
         except Exception as error:  # many models look at values, which these do not have
             raise UserError(
                 f"a {narrow.config.model_type} has axes with sections of unequal lengths, and where they are cut is "
@@ -94,11 +103,11 @@ class Family:
             _refuse_sizes(wide, call)
             found = discover(narrow, wide, call, lambda words, *count: self.watch(f"{FINDING}, {words}", *count))
             self.watch(CHECKING, 0, 2)
-            check_reloaded(narrow, wide, found, call)
+            check_reloaded(narrow, wide, plan(narrow, wide, hints=found), call)
             self.watch(CHECKING, 1, 2)
             larger = (wide_config(each, OTHER_SIZE, keep_heads=False) for each in (small, large))
             narrow, wide = map(self.small_model, larger)
-            confirm(narrow, wide, call, found.resolved(narrow, wide, partial(cuts_between, narrow, wide, call)))
+            confirm(narrow, wide, call, found.resolved(narrow, wide, partial(_cuts_of, narrow, wide, call)))
             self.watch(CHECKING, 2, 2)
             return found
 
@@ -124,7 +133,19 @@ class Family:
                 reasons.append(f"{type(error).__name__}: {one_line(error, 200)}")
             else:
                 return call
-        raise CannotShrink(f"a small {model.config.model_type} cannot run ({reasons[0]}), so how it grows is not found")
+        raise CannotShrink(
+            f"a small {model.config.model_type} cannot run ({reasons[0]}), so how it grows is not found. In Python, "
+            "give mupscale.hf.upscale_folder a call that runs it, small or not"
+        )
+
+
+def _cuts_of(narrow: Any, wide: Any, call: Call) -> list[PairedCut]:
+    """Where two models cut their axes; experts run without a look at which tokens they get, or with grouped kernels."""
+    for model in (narrow, wide):
+        set_experts: Any = getattr(model, "set_experts_implementation", None)
+        if callable(set_experts):
+            set_experts("batched_mm")
+    return cuts_between(narrow, wide, call)
 
 
 def field_factors(config: PretrainedConfig, wide: PretrainedConfig) -> dict[str, Fraction]:
@@ -167,15 +188,17 @@ def on_cpu() -> Iterator[None]:
 
 
 @torch.no_grad()
-def check_reloaded(narrow: Any, wide: Any, hints: Hints | Plan, call: Call) -> None:
+def check_reloaded(narrow: Any, wide: Any, planned: Plan, call: Call) -> None:
     """Raises a UserError if the grown model, once it is saved and loaded again, computes something else."""
     before: Any = float64_copy(narrow).eval()
     after: Any = float64_copy(wide).eval()
-    grow(before, after, hints=hints)
+    grow(before, after, plan=planned)
     with tempfile.TemporaryDirectory() as folder, quiet():
         after.save_pretrained(folder)
         loaded = type(wide).from_pretrained(folder, dtype=torch.float64, local_files_only=True)
-    found_again = difference(call(before), call(float64_copy(loaded).eval()))
+    found_again = difference(
+        call(before), call(float64_copy(loaded).eval()), planned_layouts(planned.parameters.values())
+    )
     if isinstance(found_again, float) and not found_again <= RELOADED:
         raise UserError(
             f"a grown {narrow.config.model_type} computes something else once it is saved and loaded again: a part of "

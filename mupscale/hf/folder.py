@@ -6,7 +6,7 @@ transformers library, and every file lies in the folder itself (or among the blo
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     for name, row in header.items():
         if row["dtype"] not in DTYPES:
             raise UserError(
-                f"{path}: {name!r} has the format {row['dtype']}, which cannot be widened. "
+                f"{path}: {name!r} has the format {row['dtype']}, which cannot grow. "
                 "Take the model in floating point of at least 16 bits"
             )
         start = LENGTH_BYTES + length + row["data_offsets"][0]
@@ -189,16 +189,25 @@ class ModelFolder:
 
     def companions(self) -> list[Path]:
         """The files that travel with the weights as they are: tokenizer, generation configuration, licence."""
-        found = []
-        for path in sorted(self.path.iterdir()):
-            suffix = path.suffix.lower()
-            is_ours = path.name in (CONFIG_FILE, GROWTH_FILE) or path.name.endswith(".index.json")
-            if path.name.startswith(".") or is_ours or suffix in OTHER_WEIGHTS | CODE or not path.is_file():
-                continue
-            if is_inside(self.path, path) and path.stat().st_size <= SMALL:
-                found.append(path)
-        return found
+        return [path for path in sorted(self.path.iterdir()) if path.is_file() and self._travels(path)]
 
+    def _travels(self, path: Path) -> bool:
+        is_ours = path.name in (CONFIG_FILE, GROWTH_FILE) or path.name.endswith(".index.json")
+        if path.name.startswith(".") or (is_ours and path.parent == self.path):
+            return False
+        if path.is_dir():
+            return not path.is_symlink()
+        is_plain = path.suffix.lower() not in OTHER_WEIGHTS | CODE and is_inside(self.path, path)
+        return is_plain and path.is_file() and path.stat().st_size <= SMALL
+
+    def subfolders(self) -> tuple[list[Path], list[Path]]:
+        """Those that travel with all of their files, and those that stay behind: they hold weights, code or links."""
+        found = [path for path in sorted(self.path.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+        travels = {path: not path.is_symlink() and all(map(self._travels, path.rglob("*"))) for path in found}
+        return [path for path in found if travels[path]], [path for path in found if not travels[path]]
+
+
+GENERATION_FILE = "generation_config.json"
 
 GROWTH_FILE = "mupscale.json"
 """What a growth leaves beside the weights: roles, layouts, and factors of the hyperparameters."""
@@ -208,7 +217,9 @@ def read_folder(path: Path) -> ModelFolder:
     """A model folder, with all of its headers read and compared. UserError if it cannot be widened."""
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {problem}; name a model folder, with {CONFIG_FILE} and safetensors files")
+        is_name = not path.exists() and len(path.parts) == 2 and not path.is_absolute()
+        how = f". For a model of the hub: hf download {path} --local-dir {path.name}" if is_name else ""
+        raise UserError(f"{path} {problem}; name a model folder, with {CONFIG_FILE} and safetensors files{how}")
     if (path / "adapter_config.json").exists():
         raise UserError(
             f"{path} holds an adapter (adapter_config.json), not a model. Merge it into its base model first "
@@ -216,10 +227,12 @@ def read_folder(path: Path) -> ModelFolder:
         )
     if not (path / CONFIG_FILE).is_file():
         raise UserError(f"{path} is not a model folder: it has no {CONFIG_FILE}")
+    if (path / GENERATION_FILE).is_file():
+        read_json(path / GENERATION_FILE)  # transformers would name no file
     settings = _settings(path)
     config = _config(path, settings)
-    model_class = _model_class(path, settings, config)
-    return ModelFolder(path, config, settings, model_class, _tensors(path))
+    tensors = _tensors(path)
+    return ModelFolder(path, config, settings, _model_class(path, settings, config, tensors), tensors)
 
 
 def is_inside(folder: Path, path: Path) -> bool:
@@ -254,7 +267,7 @@ def _settings(path: Path) -> dict[str, Any]:
     _refuse_code(file, settings)
     if settings.get("quantization_config") is not None or settings.get("compression_config") is not None:
         raise UserError(
-            f"{path} is quantised (quantization_config in {CONFIG_FILE}): its scales cannot be widened. "
+            f"{path} is quantised (quantization_config in {CONFIG_FILE}): its scales cannot grow. "
             "Take the model in floating point, and quantise the wide one"
         )
     return settings
@@ -321,13 +334,14 @@ def _config(path: Path, settings: dict[str, Any]) -> "PretrainedConfig":
     return without_implementations(path / CONFIG_FILE, config)
 
 
-def _model_class(path: Path, settings: dict[str, Any], config: "PretrainedConfig") -> "type[PreTrainedModel]":
-    """The class that the configuration names, looked up in transformers and nowhere else."""
+def _model_class(
+    path: Path, settings: dict[str, Any], config: "PretrainedConfig", tensors: Collection[str]
+) -> "type[PreTrainedModel]":
+    """The class that the configuration names, or that the tensors fit, of transformers and nowhere else."""
     import transformers
     from transformers import PreTrainedModel
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    names = settings.get("architectures") or [MODEL_MAPPING_NAMES.get(config.model_type)]
+    names = settings.get("architectures") or [_class_with(tensors, config)]
     name = names[0] if isinstance(names, list) and names else names
     found = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
     if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
@@ -335,6 +349,23 @@ def _model_class(path: Path, settings: dict[str, Any], config: "PretrainedConfig
     if not isinstance(config, found.config_class or ()):
         raise UserError(f"{path / CONFIG_FILE}: {name} is no architecture of a {config.model_type} model")
     return found
+
+
+def _class_with(tensors: Collection[str], config: "PretrainedConfig") -> str | None:
+    """The name of the class whose parameters are called as the tensors of a folder are."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    from mupscale.hf.family import on_meta
+
+    kinds = ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+             "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_PRETRAINING")  # fmt: skip
+    found: dict[str, int] = {}
+    for mapping in (getattr(modeling_auto, f"{kind}_MAPPING_NAMES") for kind in kinds):
+        name = mapping.get(config.model_type)
+        if isinstance(name, str) and hasattr(transformers, name) and name not in found:
+            found[name] = len(on_meta(getattr(transformers, name), config).state_dict().keys() & set(tensors))
+    return max(found, key=lambda name: found[name], default=None)
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
@@ -349,6 +380,11 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
         found = sorted(file.name for file in path.iterdir() if file.suffix.lower() in OTHER_WEIGHTS)
         if any(name.lower().endswith(".safetensors") for name in found):
             raise UserError(f"{path} has {found[0]} but no {SINGLE_FILE} and no {INDEX_FILE}; get the missing file")
+        if found and found[0].lower().endswith((".gguf", ".ggml")):
+            raise UserError(
+                f"{path} has its weights in {found[0]}, a format for inference, mostly quantised. Take the release of "
+                "this model that has safetensors"
+            )
         if found:
             raise UserError(
                 f"{path} has its weights in {found[0]}, which may hold code; only safetensors are read. "

@@ -5,14 +5,17 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers import masking_utils
 
-from mupscale.checks.forward_pass import floats_of
+from mupscale.checks.comparison import Planned, candidates
+from mupscale.checks.trace import floats_of
 from mupscale.errors import UserError, one_line
+from mupscale.hf.inputs import Inputs, inputs_of
+from mupscale.widening.growth import duplicate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,13 +23,16 @@ if TYPE_CHECKING:
 Call = Callable[[Any], Any]
 """One forward pass of a model."""
 
-ROWS, TOKENS, SAMPLES = 2, 12, 4000
-
 
 def default_call(model: Any) -> Any:
-    """A forward pass on tokens, images and sounds, whichever the model takes. UserError if it takes something else."""
+    """A forward pass on tokens, images, videos and sounds, whichever the model takes; else a UserError."""
+    return model(**arguments_of(model))
+
+
+def arguments_of(model: Any) -> Inputs:
+    """The arguments of that forward pass, the same ones every time."""
     accepted = inspect.signature(model.forward).parameters
-    inputs = {name: value for name, value in _inputs(model) if name in accepted}
+    inputs = {name: value for name, value in inputs_of(model).items() if name in accepted}
     if model.main_input_name not in inputs:
         raise UserError(
             f"{type(model).__name__} reads {model.main_input_name!r}, for which there are no inputs here. "
@@ -34,50 +40,23 @@ def default_call(model: Any) -> Any:
         )
     if "use_cache" in accepted:
         inputs["use_cache"] = False
-    return model(**inputs)
-
-
-def _inputs(model: Any) -> Iterator[tuple[str, Any]]:
-    config = model.config
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=model.dtype, device="cpu").to(model.device)
-
-    vocabulary = _field(config, "vocab_size")
-    if vocabulary is not None:
-        lowest = min(3, vocabulary - 1)  # the first ones often mean padding or an end
-        tokens = torch.randint(lowest, vocabulary, (ROWS, TOKENS), generator=generator, device="cpu").to(model.device)
-        yield "input_ids", tokens
-        if getattr(config, "is_encoder_decoder", False):
-            yield "decoder_input_ids", tokens
-    size = _field(config, "image_size")
-    if size is not None:
-        height, width = (size, size) if isinstance(size, int) else size
-        yield "pixel_values", noise(ROWS, _field(config, "num_channels") or 3, height, width)
-    bins = _field(config, "num_mel_bins")
-    if bins is not None:
-        yield "input_features", noise(ROWS, bins, 2 * (_field(config, "max_source_positions") or 50))
-    yield "input_values", noise(ROWS, SAMPLES)
-
-
-def _field(config: Any, name: str) -> Any:
-    inner = [getattr(config, part, None) for part in getattr(config, "sub_configs", {})]
-    return next((found for part in (config, *inner) if (found := getattr(part, name, None)) is not None), None)
+    return inputs
 
 
 @torch.no_grad()
 def largest_difference(
-    narrow: Path, wide: Path, model_class: "type[PreTrainedModel]", call: Call | None = None
+    narrow: Path,
+    wide: Path,
+    model_class: "type[PreTrainedModel]",
+    call: Call | None,
+    planned: Planned,
+    wide_class: "type[PreTrainedModel] | None" = None,
 ) -> float | str:
     """The largest difference of the outputs of two folders, in units of the largest output; or why there is none."""
     call = call or default_call
-    answers = []
+    answers: list[Any] = []
     for folder in (narrow, wide):
-        with quiet():
-            model = model_class.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
-            ).eval()
+        model = load_in_float32(model_class if folder is narrow or wide_class is None else wide_class, folder)
         try:
             answers.append(call(model))
         except Exception as error:  # only the caller knows which inputs a model takes
@@ -85,7 +64,14 @@ def largest_difference(
                 raise UserError(f"the wide model cannot compute: {type(error).__name__} {error}") from error
             return f"no input is known ({type(error).__name__}: {one_line(error, 80)})"
         del model
-    return difference(*answers)
+    return difference(answers[0], answers[1], planned)
+
+
+def load_in_float32(model_class: "type[PreTrainedModel]", folder: Path) -> "PreTrainedModel":
+    """A model of a folder, to be compared with another one."""
+    options: dict[str, Any] = {"use_safetensors": True, "attn_implementation": "eager"}
+    with quiet():
+        return model_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options).eval()
 
 
 def logits_of(output: Any) -> Any:
@@ -94,12 +80,24 @@ def logits_of(output: Any) -> Any:
     return output if logits is None else logits
 
 
-def difference(before: Any, after: Any) -> float | str:
-    """The largest difference of logits, or of the first output of one shape, relative to it; or why there is none."""
-    for one, other in zip(floats_of(logits_of(before)), floats_of(logits_of(after)), strict=False):
+def difference(before: Any, after: Any, planned: Planned = MappingProxyType({})) -> float | str:
+    """The largest difference of logits, or of the first output of one shape, relative to it; or why there is none.
+
+    Where all outputs are as wide as the model, that of the first one from its planned duplicate.
+    """
+    pairs = list(zip(floats_of(logits_of(before)), floats_of(logits_of(after)), strict=False))
+    for one, other in pairs:
         if one.shape == other.shape:
-            return float((other - one).abs().max() / one.abs().max().clamp_min(1e-30))
+            return _relative(one, other)
+    for one, other in pairs:
+        sizes = zip(one.shape, other.shape, strict=False)
+        if one.ndim == other.ndim and all(n == w or (n, w) in planned for n, w in sizes):
+            return min(_relative(duplicate(one, layouts), other) for layouts in candidates(one, other, planned))
     return "all of its outputs are as wide as the model"
+
+
+def _relative(one: Any, other: Any) -> float:
+    return float((other - one).abs().max() / one.abs().max().clamp_min(1e-30))
 
 
 @contextlib.contextmanager

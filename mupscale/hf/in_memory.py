@@ -18,8 +18,9 @@ from mupscale.hf.folder import read_folder
 from mupscale.hf.forward_pass import Call, default_call, logits_of, quiet
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import Optimizers, UpscaleReport, grow
-from mupscale.methods.noise import Noise
+from mupscale.methods.noise import NoiseOrAuto
 from mupscale.text_tables import Watch, unwatched
+from mupscale.widening.hints import some_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -33,7 +34,7 @@ def upscale(
     depth: How = "identity",
     call: Call | None = None,
     optimizer: Optimizers = None,
-    noise: Noise | None = None,
+    noise: NoiseOrAuto = None,
     seed: int = 0,
     method: GrowthMethod | None = None,
     keep_heads: bool | None = None,
@@ -81,7 +82,7 @@ def upscale(
     sizes: dict[str, Any] = {"keep_heads": keep_heads, "only": only, "fields": fields}
     config, deepenings, is_wider = grown_config(family, narrow.config, factor, layers, depth, **sizes)
     found = _found(family, narrow, config) if is_wider else None
-    wide = _wide_model(narrow, deepened(config, deepenings))
+    wide = wide_model(narrow, deepened(config, deepenings))
     hints = hints_at_depth(narrow, wide, deepenings, found)
     settings: dict[str, Any] = {"hints": hints, "noise": noise, "seed": seed, "method": method}
     run: Call = call or default_call
@@ -91,7 +92,11 @@ def upscale(
     except Exception as error:  # only the caller knows which inputs a model takes
         unchecked = f"not checked: no input is known ({one_line(error, 200)}). Give call"
         return wide, replace(grow(narrow, wide, optimizer, **settings), check=unchecked)
-    return wide, grow_checked(narrow, wide, optimizer, call=lambda model: logits_of(run(model)), **settings)
+    report = grow_checked(narrow, wide, optimizer, call=lambda model: logits_of(run(model)), **settings)
+    if report.exact and found is not None and found.untested:
+        unchecked = f"not checked: the forward pass does not depend on {some_names(found.untested)}. Give call"
+        report = replace(report, exact=None, check=unchecked)
+    return wide, report
 
 
 def _found(family: Family, narrow: "PreTrainedModel", config: "PretrainedConfig") -> Found:
@@ -102,7 +107,7 @@ def _found(family: Family, narrow: "PreTrainedModel", config: "PretrainedConfig"
     except CannotShrink:
         if sum(parameter.numel() for parameter in wide.parameters()) > MOST_PARAMETERS:
             raise
-        return discover(narrow, _wide_model(narrow, config), family.call or default_call, family.watch)
+        return discover(narrow, wide_model(narrow, config), family.call or default_call, family.watch)
 
 
 def _refuse_unless_pretrained(model: object) -> None:
@@ -111,10 +116,12 @@ def _refuse_unless_pretrained(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"wanted a model of the transformers library, or a folder of one; got {type(model).__name__}")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise UserError("the model is quantised: its scales cannot be widened. Load it in floating point")
+        raise UserError("the model is quantised: its scales cannot grow. Load it in floating point")
 
 
-def _wide_model(narrow: "PreTrainedModel", config: "PretrainedConfig") -> "PreTrainedModel":
+def wide_model(
+    narrow: "PreTrainedModel", config: "PretrainedConfig", model_class: "type[PreTrainedModel] | None" = None
+) -> "PreTrainedModel":
     """A fresh wide model: its buffers are what a newly loaded one computes, its weights are not set."""
     from transformers.initialization import no_init_weights
     from transformers.modeling_utils import local_torch_dtype
@@ -124,7 +131,7 @@ def _wide_model(narrow: "PreTrainedModel", config: "PretrainedConfig") -> "PreTr
     dtype = parameter.dtype if parameter.is_floating_point() else torch.get_default_dtype()
     with local_torch_dtype(dtype):
         with parameter.device, no_init_weights():
-            wide = type(narrow)(config)
+            wide = (model_class or type(narrow))(config)
         wide.tie_weights()  # which is a part of the initialisation
     narrow_parameters = dict(narrow.named_parameters())
     for name, target in wide.named_parameters():

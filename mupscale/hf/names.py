@@ -7,12 +7,16 @@ the numbers of layers follow.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mupscale.errors import UserError
 from mupscale.hf.folder import StoredTensor
+from mupscale.hf.recipes import EntryRun, Runs, named_tensors, resolve
 from mupscale.widening.growth import Growth, Layout, Piece
 from mupscale.widening.hints import some_names
 from mupscale.widening.layers import source_of
@@ -33,6 +37,25 @@ class GrowingTensor:
     parameter: str | None
     """The parameter of the model that it is, or is a part of; None for a buffer."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the new tensor."""
+        return self.entry.wide_shape
+
+
+@dataclass(frozen=True)
+class MadeTensor:
+    """A tensor of a new folder, made of runs of stored ones."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    runs: tuple[EntryRun, ...]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -45,6 +68,10 @@ class Part:
     """Where the tensor begins on each axis of the parameter."""
     is_whole: bool = False
 
+    def first(self, shape: Sequence[int]) -> int:
+        """Where it begins among the entries of a parameter of this shape; those of a tensor follow each other."""
+        return sum(start * math.prod(shape[axis + 1 :]) for axis, start in enumerate(self.starts))
+
 
 def growing_tensors(
     tensors: Mapping[str, StoredTensor], plan: Plan, narrow: "PreTrainedModel", wide: "PreTrainedModel"
@@ -55,27 +82,67 @@ def growing_tensors(
     for entry in (*plan.parameters.values(), *plan.buffers.values()):
         for target in entry.names:
             grown.setdefault(source_of(plan.layers, target), []).append((target, entry))
+    _refuse_missing(places, narrow, {name for name, rows in grown.items() if any(entry.grows for _, entry in rows)})
     buffers = {name for name, _ in narrow.named_buffers(remove_duplicate=False)}
     renamed = _Renaming(wide) if plan.layers else None
     growing = []
     for name, part in places.items():
-        is_buffer = part.parameter in buffers
-        if not is_buffer and not tensors[name].dtype.is_floating_point:
-            raise UserError(
-                f"{name!r} holds whole numbers ({tensors[name].dtype}): the model is quantised. "
-                "Take it in floating point, and quantise the wide one"
-            )
         for target, entry in grown[part.parameter]:
             new_name = name if renamed is None else renamed.at(name, part.parameter, target)
             own = entry if part.is_whole else _part_of(entry, part, tensors[name], new_name)
-            if tensors[name].shape != own.narrow_shape:
-                raise UserError(
-                    f"{name!r} has shape {tensors[name].shape} in the folder, but the configuration makes "
-                    f"{own.narrow_shape} of it: they do not belong together"
-                )
-            growing.append(GrowingTensor(new_name, tensors[name], own, None if is_buffer else target))
-    _refuse_missing({part.parameter for part in places.values()}, plan, narrow)
+            growing.append(GrowingTensor(new_name, tensors[name], own, None if part.parameter in buffers else target))
     return growing, unused
+
+
+def stored_runs(
+    tensors: Mapping[str, StoredTensor], narrow: "PreTrainedModel"
+) -> tuple[dict[str, tuple[EntryRun, ...]], list[str]]:
+    """Where the entries of each parameter and saved buffer are stored, and the names that the model does not use."""
+    places, unused = _places(tensors, narrow)
+    _refuse_missing(places, narrow, ())
+    found: dict[str, list[tuple[int, str]]] = {}
+    shapes = {name: each.shape for name, each in _all_tensors(narrow).items()}
+    for name, part in places.items():
+        found.setdefault(part.parameter, []).append((part.first(shapes[part.parameter]), name))
+    runs = {}
+    for parameter, rows in found.items():
+        ends = [first + math.prod(tensors[name].shape) for first, name in sorted(rows)]
+        if [first for first, _ in sorted(rows)] != [0, *ends[:-1]]:
+            raise UserError(f"{parameter!r} is in several tensors of the folder, in another order; load the model")
+        runs[parameter] = tuple(EntryRun(tensors[name], math.prod(tensors[name].shape)) for _, name in sorted(rows))
+    return with_aliases(runs, narrow), unused
+
+
+def with_aliases(runs: Runs, model: "PreTrainedModel") -> dict[str, tuple[EntryRun, ...]]:
+    """The same, by every name of a tied parameter."""
+    known = {id(tensor): name for name, tensor in _all_tensors(model).items() if name in runs}
+    return {name: runs[known[id(each)]] for name, each in _all_tensors(model).items() if id(each) in known}
+
+
+def made_tensors(runs: Runs, dtypes: Mapping[str, torch.dtype], wide: "PreTrainedModel") -> dict[str, MadeTensor]:
+    """The tensors of a new folder, under the names by which transformers saves them; `runs` are of stored ones.
+
+    A tensor without a stored run has the dtype in `dtypes`, by the parameter that it is, or is a part of.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    wanted = {name: tensor for name, tensor in named_tensors(wide).items() if name in runs}
+    saved = revert_weight_conversion(wide, wanted)
+    unplaced = {name: StoredTensor(name, Path(), 0, each.dtype, tuple(each.shape)) for name, each in saved.items()}
+    answer = {}
+    for name, part in _places(unplaced, wide)[0].items():
+        shape = unplaced[name].shape
+        first = part.first(wanted[part.parameter].shape)
+        own = tuple(resolve([EntryRun(part.parameter, math.prod(shape), first)], runs))
+        stored = (run.source.dtype for run in own if run.source is not None)
+        dtype = next(stored, None) or dtypes[part.parameter]
+        answer[name] = MadeTensor(name, dtype, shape, own)
+    return answer
+
+
+def _all_tensors(model: "PreTrainedModel") -> dict[str, Any]:
+    """Parameters and buffers by each of their names."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 class _Renaming:
@@ -120,26 +187,30 @@ def _places(tensors: Mapping[str, StoredTensor], narrow: "PreTrainedModel") -> t
     renamed = _Renaming(narrow)
     converter_of = {pattern: row for row in renamed.converters for pattern in row.source_patterns}
     shapes = {name: tuple(tensor.shape) for name, tensor in renamed.wanted.items()}
+    parameters = {name for name, _ in narrow.named_parameters(remove_duplicate=False)}
     places: dict[str, Part] = {}
     collected: dict[str, dict[str, list[str]]] = {}
-    strangers: list[str] = []
     unused: list[str] = []
-    ignored = [r"rotary_emb\.inv_freq$", *(getattr(narrow, "_keys_to_ignore_on_load_unexpected", None) or ())]
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = renamed(name)
         if target not in shapes:
-            is_ignored = any(re.search(pattern, target) for pattern in ignored)  # transformers drops it without a word
-            (unused if is_ignored else strangers).append(name)
-        elif pattern is None:
+            unused.append(name)  # from_pretrained leaves it behind too: a head of another task, an old buffer
+            continue
+        if target in parameters and not tensors[name].dtype.is_floating_point:
+            raise UserError(
+                f"{name!r} holds whole numbers ({tensors[name].dtype}): the model is quantised. "
+                "Take it in floating point, and quantise the wide one"
+            )
+        if pattern is None:
+            if tensors[name].shape != shapes[target]:
+                raise UserError(
+                    f"{name!r} has shape {tensors[name].shape} in the folder, but the configuration makes "
+                    f"{shapes[target]} of it: they do not belong together"
+                )
             rank = len(shapes[target])
             places[name] = Part(target, tuple(range(rank)), (0,) * rank, is_whole=True)
         else:
             collected.setdefault(target, {}).setdefault(pattern, []).append(name)
-    if strangers:
-        raise UserError(
-            f"the folder has tensors that a {type(narrow).__name__} does not have: {some_names(strangers)}. "
-            "Save it again by from_pretrained and save_pretrained"
-        )
     for target, sources in collected.items():
         parts = _merged(target, sources, converter_of[next(iter(sources))], tensors)
         if sum(math.prod(tensors[name].shape) for name in parts) != math.prod(shapes[target]):
@@ -222,16 +293,16 @@ def _layout_between(layout: Layout, start: int, length: int, name: str) -> Layou
     return tuple(pieces)
 
 
-def _refuse_missing(found: set[str], plan: Plan, narrow: "PreTrainedModel") -> None:
-    persistent = narrow.state_dict().keys()
-    for entry in (*plan.parameters.values(), *plan.buffers.values()):
-        names = [name for each in entry.names if (name := source_of(plan.layers, each)) in persistent]
-        if not names or any(name in found for name in names):
-            continue
-        patterns = getattr(narrow, "_keys_to_ignore_on_load_missing", None) or ()
-        computed = all(any(re.search(pattern, name) for pattern in patterns) for name in names)
-        if entry.grows or not (computed or entry.role == "buffer"):
+def _refuse_missing(places: Mapping[str, Part], narrow: "PreTrainedModel", growing: Collection[str]) -> None:
+    """Raises a UserError if the folder lacks a parameter, or a saved buffer that grows."""
+    found, names = {part.parameter for part in places.values()}, _all_tensors(narrow)
+    there = {id(names[name]) for name in found}
+    patterns = getattr(narrow, "_keys_to_ignore_on_load_missing", None) or ()
+    parameters = dict(narrow.named_parameters())
+    for name in narrow.state_dict():
+        is_computed = name not in parameters or any(re.search(pattern, name) for pattern in patterns)
+        if id(names[name]) not in there and (name in growing or not is_computed):
             raise UserError(
-                f"the folder lacks {names[0]!r}, which a {type(narrow).__name__} has. "
+                f"the folder lacks {name!r}, which a {type(narrow).__name__} has. "
                 "Get the files again, or correct `architectures` in config.json"
             )

@@ -5,6 +5,7 @@ once, it holds that one, and for noise its draw in float32 beside it.
 """
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -13,7 +14,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -23,8 +25,10 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from mupscale.atomic import whole_folder
+from mupscale.checks.comparison import planned_layouts
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError, refuse_unless_whole
+from mupscale.hf.config import HIDDEN
 from mupscale.hf.continuing import growth_record, written
 from mupscale.hf.depth import Counts, How, deepened, grown_config, hints_at_depth
 from mupscale.hf.family import Family, on_meta
@@ -38,18 +42,21 @@ from mupscale.hf.folder import (
     as_bytes,
     index_text,
     read_folder,
+    read_json,
     split_into_files,
     stored_tensors,
 )
 from mupscale.hf.forward_pass import Call, largest_difference
-from mupscale.hf.names import GrowingTensor, growing_tensors
+from mupscale.hf.inputs import field as config_field
+from mupscale.hf.names import GrowingTensor, MadeTensor, growing_tensors
+from mupscale.hf.recipes import EntryRun, pieces, stretches
 from mupscale.methods import Duplication, GrowthMethod
-from mupscale.methods.grow import write_alone
-from mupscale.methods.noise import Constants, Noise, save_constants
+from mupscale.methods.noise import NO_NOISE, Constants, Noise, NoiseOrAuto, save_constants
+from mupscale.methods.tensors import grow_tensors, is_noisy
 from mupscale.text_tables import Watch, notes_by_layer, size_of, unwatched
-from mupscale.widening.growth import Layout, source_index
+from mupscale.widening.growth import Growth, Layout, source_index
+from mupscale.widening.hints import some_names
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.write import widen_
 
 CHUNK_BYTES = 2 * 2**20
 """Of a wide tensor, computed and written at once: it stays in a core's cache, so that writing takes half as long."""
@@ -58,16 +65,16 @@ Progress = Callable[[int], None]
 """Called with the number of bytes that were written or checked since the last call."""
 
 
-def row_chunks(layout: Layout, most: int) -> Iterator[tuple[slice, slice]]:
-    """Cuts the first axis of a tensor: at most so many wide rows, and the narrow rows that they are copies of."""
+def row_chunks(layout: Layout, most: int) -> Iterator[slice]:
+    """Cuts the first axis of a tensor into at most so many wide rows, whose narrow rows follow each other."""
     index = source_index(layout).numpy()
     start = 0
     while start < len(index):
         part = index[start : start + max(most, 1)]
         earlier = np.flatnonzero(part < part[0])  # the next copy of a long block begins
-        part = part[: earlier[0]] if len(earlier) else part
-        yield slice(start, start + len(part)), slice(int(part[0]), int(part.max()) + 1)
-        start += len(part)
+        end = start + int(earlier[0] if len(earlier) else len(part))
+        yield slice(start, end)
+        start = end
 
 
 def _read(stream: BinaryIO, stored: StoredTensor, target: Tensor, start: int = 0, *, again: bool = False) -> Tensor:
@@ -84,68 +91,35 @@ def _read(stream: BinaryIO, stored: StoredTensor, target: Tensor, start: int = 0
     return target
 
 
-@torch.no_grad()
-def wide_rows(tensor: GrowingTensor, *, again: bool = False) -> Iterator[Tensor]:
-    """The wide tensor, some rows at a time, in memory that is used again for the next ones."""
-    entry, stored = tensor.entry, tensor.source
-    most = max(CHUNK_BYTES // max(torch.Size(entry.wide_shape[1:]).numel() * stored.dtype.itemsize, 1), 1)
-    narrow, wide = (
-        torch.empty((min(most, shape[0]), *shape[1:]), dtype=stored.dtype) for shape in (stored.shape, entry.wide_shape)
-    )
+def read_run(run: EntryRun, *, again: bool = False) -> Tensor:
+    """The stored entries of a run."""
+    stored = replace(run.source, shape=(math.prod(run.source.shape),))
+    found = torch.empty((run.count - 1) * run.stride + run.length, dtype=stored.dtype)
     with stored.path.open("rb") as stream:
-        for rows, narrow_rows in row_chunks(entry.layouts[0], most):
-            part = narrow[: narrow_rows.stop - narrow_rows.start]
-            source = _read(stream, stored, part, narrow_rows.start, again=again)
-            target = wide[: rows.stop - rows.start]
-            if entry.fill is not None:
-                target.fill_(entry.fill)
-            else:
-                widen_(target, source, entry, rows, narrow_rows.start)
-            yield target
+        _read(stream, stored, found, run.start, again=again)
+    return stretches(replace(run, start=0), found)
 
 
 @dataclass
 class FolderWriter:
     """Writes wide tensors into files, and checks these; `upscale` of the library has the same three settings."""
 
-    tensors: dict[str, GrowingTensor]
+    tensors: dict[str, Any]
+    """A GrowingTensor or MadeTensor by its name."""
     method: GrowthMethod
     noise: Noise | None = None
     seed: int = 0
     constants: Constants = field(default_factory=dict)
-    """σ̄ of the parameters that were made at once, 0 where they got no noise."""
+    """σ̄ of the parameters, 0 where they got no noise."""
     checksums: dict[str, int] = field(default_factory=dict)
     """CRC-32 of the tensors that were made at once."""
-
-    def is_noisy(self, tensor: GrowingTensor) -> bool:
-        is_copied = tensor.parameter is not None and tensor.entry.is_copied
-        return self.noise is not None and is_copied and self.noise.applies(tensor.entry)
-
-    def by_rows(self, tensor: GrowingTensor) -> bool:
-        """Whether rows of a tensor can be widened without the others; buffers are duplicated by every method."""
-        axes, is_buffer = tensor.entry.axes, tensor.parameter is None
-        is_plain = (is_buffer or self.method.widens_by_rows) and not any(axis.shares for axis in axes)
-        return bool(axes) and is_plain and not self.is_noisy(tensor)
-
-    @torch.no_grad()
-    def wide_tensor(self, tensor: GrowingTensor) -> Tensor:
-        """The wide tensor at once, with its noise, whose σ̄ is kept."""
-        entry = tensor.entry
-        with tensor.source.path.open("rb") as stream:
-            source = _read(stream, tensor.source, torch.empty(tensor.source.shape, dtype=tensor.source.dtype))
-        target = torch.empty(entry.wide_shape, dtype=source.dtype)
-        if tensor.parameter is None:
-            widen_(target, source, entry)
-        else:
-            constant = write_alone(target, source, entry, self.method, self.noise, self.seed)
-            self.constants[entry.name] = constant
-        return target
 
     def write(self, files: Sequence[NewFile], progress: Progress) -> None:
         """Writes the wide files, and reads each one again while the next one is written. All are on disk at the end.
 
-        Every byte is compared with what the narrow files make; tensors with noise, which nothing but a second draw
-        could make again, with the checksum of what was written. UserError for a difference.
+        Every byte is compared with what the narrow files make; tensors that were made at once, such as those with
+        noise, which nothing but a second draw could make again, with the checksum of what was written. UserError for a
+        difference.
         """
         with _one_thread(), ThreadPoolExecutor(1) as pool:
             checks = []
@@ -153,19 +127,55 @@ class FolderWriter:
                 with file.path.open("xb") as stream:
                     stream.write(file.header)
                     for place in file.tensors:
-                        self._append(stream, self.tensors[place.name], progress)
+                        self._append(stream, place.name, progress)
                 checks.append(pool.submit(self.check, file, progress))
             for check in checks:
                 check.result()
 
-    def _append(self, stream: BinaryIO, tensor: GrowingTensor, progress: Progress) -> None:
-        if self.by_rows(tensor):
-            for rows in wide_rows(tensor):
-                progress(stream.write(as_bytes(rows)))
+    def _append(self, stream: BinaryIO, name: str, progress: Progress) -> None:
+        def append(part: Tensor, is_all: bool) -> None:
+            progress(stream.write(as_bytes(part)))
+            if is_all:
+                self.checksums[name] = zlib.crc32(as_bytes(part))
+
+        self.constants.update(self._make(self.tensors[name], append))
+
+    def _make(self, tensor: Any, use: Callable[[Tensor, bool], None], *, again: bool = False) -> Constants:
+        """Calls `use` with each part of the wide tensor, some rows or all of it; `again`, its source is known finite.
+
+        Returns the constant of its noise.
+        """
+        if isinstance(tensor, MadeTensor):
+            for run in pieces(tensor.runs, CHUNK_BYTES // tensor.dtype.itemsize):
+                use(run.entries(partial(read_run, again=again)).to(tensor.dtype), False)
+            return {}
+        stored, memory = tensor.source, torch.empty(0, dtype=tensor.dtype)
+
+        def read(entry: Growth, rows: slice | None) -> Tensor:
+            nonlocal memory
+            shape = stored.shape if rows is None else (rows.stop - rows.start, *stored.shape[1:])
+            if memory.numel() < (count := torch.Size(shape).numel()):
+                memory = torch.empty(count, dtype=stored.dtype)
+            return _read(stream, stored, memory[:count].view(shape), 0 if rows is None else rows.start, again=again)
+
+        def write(entry: Growth, by_rows: bool) -> Iterator[tuple[Tensor, slice | None]]:
+            for part, rows in self._parts(tensor, by_rows=by_rows):
+                yield part, rows
+                use(part, rows is None)
+
+        with stored.path.open("rb") as stream:
+            return grow_tensors([tensor.entry], self.method, self.noise, read, write, self.seed)
+
+    def _parts(self, tensor: GrowingTensor, *, by_rows: bool) -> Iterator[tuple[Tensor, slice | None]]:
+        """Empty parts of the wide tensor: some rows at a time, in memory that is used again, or all at once."""
+        entry, dtype = tensor.entry, tensor.dtype
+        if not by_rows or not entry.axes or is_noisy(self.noise, entry):
+            yield torch.empty(entry.wide_shape, dtype=dtype), None
             return
-        target = self.wide_tensor(tensor)
-        progress(stream.write(as_bytes(target)))
-        self.checksums[tensor.name] = zlib.crc32(as_bytes(target))
+        most = max(CHUNK_BYTES // max(torch.Size(entry.wide_shape[1:]).numel() * dtype.itemsize, 1), 1)
+        wide = torch.empty((min(most, entry.wide_shape[0]), *entry.wide_shape[1:]), dtype=dtype)
+        for rows in row_chunks(entry.layouts[0], most):
+            yield wide[: rows.stop - rows.start], rows
 
     def check(self, file: NewFile, progress: Progress) -> None:
         """Puts a file on disk and reads it again, with safetensors' own check of its header; else a UserError."""
@@ -175,24 +185,30 @@ class FolderWriter:
         with file.path.open("rb") as stream:
             os.fsync(stream.fileno())
             for place in file.tensors:
-                stream.seek(place.offset)
-                if place.name in self.checksums:
-                    checksum = 0
-                    for chunk in stored_chunks(place):
-                        checksum = zlib.crc32(chunk, checksum)
-                        progress(len(chunk))
-                    same = checksum == self.checksums[place.name]
-                else:
-                    same, found = True, bytearray()
-                    for rows in wide_rows(self.tensors[place.name], again=True):
-                        if len(found) != rows.nbytes:
-                            found = bytearray(rows.nbytes)
-                        is_whole = stream.readinto(found) == rows.nbytes
-                        # a bytearray compares memory, a memoryview its elements
-                        same = same and is_whole and found == as_bytes(rows)
-                        progress(rows.nbytes)
-                if not same:
+                if not self._is_as_written(stream, place, progress):
                     raise UserError(f"{file.path.name}: {place.name!r} is not what was written; {damage}")
+
+    def _is_as_written(self, stream: BinaryIO, place: StoredTensor, progress: Progress) -> bool:
+        if place.name in self.checksums:
+            checksum = 0
+            for chunk in stored_chunks(place):
+                checksum = zlib.crc32(chunk, checksum)
+                progress(len(chunk))
+            return checksum == self.checksums[place.name]
+        is_same, found = True, bytearray()
+
+        def compare(part: Tensor, _: bool) -> None:
+            nonlocal is_same, found
+            if len(found) != part.nbytes:
+                found = bytearray(part.nbytes)
+            is_whole = stream.readinto(found) == part.nbytes  # type: ignore[attr-defined]
+            # a bytearray compares memory, a memoryview its elements
+            is_same = is_same and is_whole and found == as_bytes(part)
+            progress(part.nbytes)
+
+        stream.seek(place.offset)
+        self._make(self.tensors[place.name], compare, again=True)
+        return is_same
 
 
 @contextmanager
@@ -261,9 +277,7 @@ class FolderReport:
         save_constants(self.noise, path, self.centred)
 
     def __str__(self) -> str:
-        lines = [
-            f"upscaled {size_of(self.narrow_bytes)} → {size_of(self.wide_bytes)} of weights in {self.seconds:.1f} s"
-        ]
+        lines = [f"grown {size_of(self.narrow_bytes)} → {size_of(self.wide_bytes)} of weights in {self.seconds:.1f} s"]
         lines += [f"checked: {check}" for check in self.checks]
         return "\n".join([*lines, *(f"note: {note}" for note in notes_by_layer(self.notes))])
 
@@ -276,8 +290,10 @@ class _Job:
     config: PretrainedConfig
     plan: Plan
     unused: list[str]
+    untested: tuple[str, ...]
     writer: FolderWriter
     record: dict[str, Any]
+    notes: list[str]
 
 
 def upscale_folder(
@@ -287,47 +303,92 @@ def upscale_folder(
     *,
     layers: Counts | None = None,
     depth: How = "identity",
-    noise: Noise | None = None,
+    noise: NoiseOrAuto = None,
     seed: int = 0,
     method: GrowthMethod | None = None,
     keep_heads: bool | None = None,
     only: Literal["feed_forward"] | None = None,
     fields: dict[str, float] | None = None,
     call: Call | None = None,
+    unchecked: bool = False,
     watch: Watch = unwatched,
 ) -> FolderReport:
     """Writes a wider or deeper folder of a narrow one, tensor by tensor. `out` is there whole, or not at all.
 
     The arguments are those of `upscale`. Memory holds a part of one tensor at a time; with noise, or with a method that
-    needs it, one tensor. `watch(words, done, total)` is called while the growth of the family is found, and then while
-    files are written.
+    needs it, one tensor. A model with growing parameters on which no output depends is refused unless `unchecked`,
+    because how these grow is a guess. `watch(words, done, total)` is called while the growth of the family is found,
+    and then while files are written.
     """
-    start = time.perf_counter()
-    out = Path(out)
-    if out.exists() or out.is_symlink():
-        raise UserError(f"--out {out} exists; name another folder, or delete it")
+    start, out = time.perf_counter(), Path(out)
     narrow = read_folder(Path(folder))
-    if out.resolve().is_relative_to(narrow.path.resolve()):
-        raise UserError(f"--out {out} lies inside the folder that is read; name another one")
+    _refuse_modules_with_weights(narrow)
     sizes: dict[str, Any] = {"keep_heads": keep_heads, "only": only, "fields": dict(fields or {})}
     method = Duplication() if method is None else method
     family = Family(narrow.model_class, call, watch)
-    job = _prepared(narrow, family, factor, layers, depth, sizes, method, noise, seed)
-    with whole_folder(out) as partial:
-        rows = [(name, each.source.dtype, each.entry.wide_shape) for name, each in job.writer.tensors.items()]
-        files = split_into_files(partial, rows, MOST_SHARD_BYTES)
-        _refuse_full_disk(out, job, files)
-        total = sum(tensor.size for file in files for tensor in file.tensors)
-        job.writer.write(files, _counted(watch, BYTES, 2 * total))
-        _write_companions(partial, job, files)
-        checks = _checked_text(job), _check_outputs(partial, job, call)
-    notes = [f"{name} is not part of the model, and stays behind" for name in job.unused]
+    job = _prepared(narrow, family, factor, layers, depth, sizes, method, noise, seed, unchecked)
+    with new_folder(narrow, out) as new:
+        total = write_folder(new, narrow, job.config, job.writer, job.record, watch)
+        checks = _checked_text(job), _check_outputs(new, job, call)
+    notes = [*job.notes, *left_behind(narrow, job.unused)]
+    notes += [f"untested, because what the model returns does not depend on it: {name}" for name in job.untested]
     constants = {name: job.writer.constants.get(name, 0.0) for name in job.plan.parameters}
     centred = job.writer.noise is not None and job.writer.noise.centred
     seconds = time.perf_counter() - start
     return FolderReport(
         out, job.plan, constants, centred, narrow.size, total, seconds, checks, (*notes, *job.plan.notes)
     )
+
+
+@contextmanager
+def new_folder(narrow: ModelFolder, out: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` at the end, or is deleted."""
+    if out.exists() or out.is_symlink():
+        raise UserError(f"--out {out} exists; name another folder, or delete it")
+    if out.resolve().is_relative_to(narrow.path.resolve()):
+        raise UserError(f"--out {out} lies inside the folder that is read; name another one")
+    with whole_folder(out) as new:
+        yield new
+
+
+def write_folder(
+    new: Path,
+    narrow: ModelFolder,
+    config: PretrainedConfig,
+    writer: FolderWriter,
+    record: dict[str, Any],
+    watch: Watch = unwatched,
+) -> int:
+    """Writes and checks the weights, and what travels with them. Returns the bytes of the weights."""
+    rows = [(name, each.dtype, each.shape) for name, each in writer.tensors.items()]
+    files = split_into_files(new, rows, MOST_SHARD_BYTES)
+    total = sum(tensor.size for file in files for tensor in file.tensors)
+    needed = sum(file.size for file in files) + SPARE_BYTES + len(written(record))
+    needed += sum(path.stat().st_size for path in narrow.companions())
+    left = shutil.disk_usage(new.parent).free
+    if needed > left:
+        raise UserError(
+            f"--out {new.parent}: the wide model needs {needed / 1e9:.1f} GB, and the disk has {left / 1e9:.1f} GB "
+            "left. Make space, or name a folder on another disk"
+        )
+    writer.write(files, _counted(watch, BYTES, 2 * total))
+    if len(files) > 1:
+        (new / INDEX_FILE).write_text(index_text(files), "utf-8")
+    for path in narrow.companions():
+        shutil.copyfile(path, new / path.name)  # the content alone: nothing there can be executed
+    for folder in narrow.subfolders()[0]:
+        shutil.copytree(folder, new / folder.name, copy_function=shutil.copyfile)
+    _write_pooling(new, narrow.config, config)
+    noise = {name: value for name, value in writer.constants.items() if value != 0.0}
+    (new / GROWTH_FILE).write_text(written({**record, "noise": noise}), "utf-8")
+    _write_config(new, narrow, config)
+    return total
+
+
+def left_behind(narrow: ModelFolder, unused: Sequence[str]) -> list[str]:
+    """Notes on what of a folder does not travel."""
+    notes = [f"{name} is not part of the model, and stays behind" for name in unused]
+    return notes + [f"{path.name}/ holds weights, code or links, and stays behind" for path in narrow.subfolders()[1]]
 
 
 def _counted(watch: Watch, words: str, total: int) -> Progress:
@@ -351,8 +412,9 @@ def _prepared(
     depth: How,
     sizes: dict[str, Any],
     method: GrowthMethod,
-    noise: Noise | None,
+    noise: NoiseOrAuto,
     seed: int,
+    unchecked: bool,
 ) -> _Job:
     """Finds out how everything grows. UserError for all that does not."""
     config, deepenings, is_wider = grown_config(family, folder.config, factor, layers, depth, **sizes)
@@ -360,63 +422,73 @@ def _prepared(
     _refuse_method(method)
     narrow, wide = on_meta(folder.model_class, folder.config), on_meta(folder.model_class, config)
     found = family.found_between(narrow, wide) if is_wider else None
+    untested = found.untested if found is not None else ()
+    if untested and not unchecked:
+        raise UserError(
+            f"what the call returns does not depend on {some_names(untested)}, so how they grow is a guess. To accept "
+            "it, --unchecked (in Python unchecked=True); to test it, give mupscale.hf.upscale_folder a call that runs "
+            "them"
+        )
     if deepenings:
         config = deepened(config, deepenings)
         wide = on_meta(folder.model_class, config)
     plan = method.plan(narrow, wide, hints=hints_at_depth(narrow, wide, deepenings, found))
     method.check(plan)
-    noise = method.choose_noise(noise, plan, narrow)
+    chosen, notes = method.choose_noise(noise, plan, narrow)
     growing, unused = growing_tensors(folder.tensors, plan, narrow, wide)
     refuse_unlike_twins(growing)
     by_field = {each.field: {"depth": each.how, "sources": list(each.sources)} for each in deepenings}
     growth = {"factor": factor, **sizes, "layers": by_field}
     settings = {"growth": growth, "method": type(method).__name__, "seed": seed}
     record = growth_record(plan, narrow, wide, method, settings)
-    writer = FolderWriter({tensor.name: tensor for tensor in growing}, method, noise, seed)
-    return _Job(folder, config, plan, unused, writer, record)
+    writer = FolderWriter({tensor.name: tensor for tensor in growing}, method, chosen, seed)
+    if chosen is None and not notes and method.leaves_copies_equal(plan):
+        notes = [NO_NOISE]
+    return _Job(folder, config, plan, unused, untested, writer, record, notes)
 
 
 def _refuse_method(method: GrowthMethod) -> None:
     name = type(method).__name__
     if method.needs_batches:
         raise UserError(f"{name} learns from data, which a folder does not have. Use it in a run")
-    if type(method).edit_ is not GrowthMethod.edit_:
-        raise UserError(
-            f"{name} changes weights across layers, and a folder is widened tensor by tensor. "
-            "Load the model and use mupscale.hf.upscale"
-        )
+    method.refuse_across_layers("a folder")
 
 
-def _refuse_full_disk(out: Path, job: _Job, files: list[NewFile]) -> None:
-    needed = sum(file.size for file in files) + SPARE_BYTES
-    needed += sum(path.stat().st_size for path in job.folder.companions()) + len(written(job.record))
-    left = shutil.disk_usage(out.parent).free
-    if needed > left:
-        raise UserError(
-            f"--out {out}: the wide model needs {needed / 1e9:.1f} GB, and the disk has {left / 1e9:.1f} GB left. "
-            "Make space, or name a folder on another disk"
-        )
+POOLING = "word_embedding_dimension"
+"""The width of the model in the configuration of a module of sentence-transformers."""
 
 
-def _write_companions(partial: Path, job: _Job, files: list[NewFile]) -> None:
-    if len(files) > 1:
-        (partial / INDEX_FILE).write_text(index_text(files))
-    for path in job.folder.companions():
-        shutil.copyfile(path, partial / path.name)  # the content alone: nothing there can be executed
-    record = {**job.record, "noise": {name: value for name, value in job.writer.constants.items() if value != 0.0}}
-    (partial / GROWTH_FILE).write_text(written(record))
-    _write_config(partial, job)
+def _write_pooling(new: Path, before: PretrainedConfig, after: PretrainedConfig) -> None:
+    narrow, wide = (config_field(each, *HIDDEN) for each in (before, after))
+    for path in new.glob(f"*/{CONFIG_FILE}"):
+        settings = read_json(path)
+        if settings.get(POOLING) == narrow:
+            path.write_text(json.dumps({**settings, POOLING: wide}, indent=2) + "\n", "utf-8")
 
 
-def _write_config(partial: Path, job: _Job) -> None:
+def _refuse_modules_with_weights(folder: ModelFolder) -> None:
+    """Raises a UserError if sentence-transformers would run a layer of its own behind the model."""
+    modules = folder.path / "modules.json"
+    names = modules.read_text("utf-8") if modules.is_file() else ""
+    for path in folder.subfolders()[1]:
+        if f'"{path.name}"' in names:
+            raise UserError(
+                f"{path} holds a layer behind the model (modules.json), which reads its width, and is not grown. "
+                "Delete it there in a copy of the folder, or grow the model without it"
+            )
+
+
+def _write_config(new: Path, narrow: ModelFolder, config: PretrainedConfig) -> None:
     """The narrow file with the values that differ; where that does not give the wide configuration, a new file."""
-    before, after = job.folder.config.to_dict(), job.config.to_dict()
-    path = partial / CONFIG_FILE
-    path.write_text(json.dumps(_changed(job.folder.settings, before, after), indent=2) + "\n")
-    found = AutoConfig.from_pretrained(partial, local_files_only=True).to_dict()
-    if {**found, "_name_or_path": ""} != {**after, "_name_or_path": ""}:
-        job.config.name_or_path = ""  # of the narrow folder
-        job.config.save_pretrained(partial)
+    before, after = narrow.config.to_dict(), config.to_dict()
+    path = new / CONFIG_FILE
+    if type(config) is type(narrow.config):
+        path.write_text(json.dumps(_changed(narrow.settings, before, after), indent=2) + "\n", "utf-8")
+        found = AutoConfig.from_pretrained(new, local_files_only=True).to_dict()
+        if {**found, "_name_or_path": ""} == {**after, "_name_or_path": ""}:
+            return
+    config.name_or_path = ""  # of the narrow folder
+    config.save_pretrained(new)
 
 
 def _changed(settings: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -451,14 +523,13 @@ def _layer(name: str) -> str:
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
 
 
-def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
+def _check_outputs(new: Path, job: _Job, call: Call | None) -> str:
     """Compares the outputs of both folders, where that is possible. UserError for a difference that is not meant."""
-    shapes = [tensor.shape for tensor in job.folder.tensors.values()]
-    shapes += [tensor.entry.wide_shape for tensor in job.writer.tensors.values()]
-    count = sum(torch.Size(shape).numel() for shape in shapes)
-    if count * 4 * HEADROOM >= free_bytes(torch.device("cpu")):
-        return f"outputs were not compared: both models in float32 ({count * 4 / 1e9:.0f} GB) do not fit into memory"
-    found = largest_difference(job.folder.path, partial, job.folder.model_class, call)
+    reason = too_large(job.folder, job.writer)
+    if reason is not None:
+        return f"outputs were not compared: {reason}"
+    planned = planned_layouts(job.plan.parameters.values())
+    found = largest_difference(job.folder.path, new, job.folder.model_class, call, planned)
     if isinstance(found, str):
         return f"outputs were not compared: {found}"
     reason = _changes_outputs(job)
@@ -471,6 +542,14 @@ def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
             f"expected): this {job.folder.config.model_type} model does not grow exactly, and nothing was written"
         )
     return f"outputs of both models differ by {found:.1e} in float32"
+
+
+def too_large(narrow: ModelFolder, writer: FolderWriter) -> str | None:
+    """Why outputs of two folders cannot be compared, if there is no memory for them."""
+    count = sum(math.prod(tensor.shape) for tensor in (*narrow.tensors.values(), *writer.tensors.values()))
+    if count * 4 * HEADROOM < free_bytes(torch.device("cpu")):
+        return None
+    return f"both models in float32 ({count * 4 / 1e9:.0f} GB) do not fit into memory"
 
 
 def _changes_outputs(job: _Job) -> str | None:
@@ -489,7 +568,7 @@ def _tolerance(job: _Job) -> float:
     for tensor in job.writer.tensors.values():
         weight, dtype = tensor.entry.scale.weight, tensor.source.dtype
         dyadic = float(weight).hex().startswith("0x1.0000000000000p")
-        centred = job.writer.is_noisy(tensor)  # copies of an input no longer cancel to the last bit
+        centred = is_noisy(job.writer.noise, tensor.entry)  # copies of an input no longer cancel to the last bit
         if dtype.is_floating_point and (centred or not dyadic):
             worst = max(worst, 16 * torch.finfo(dtype).eps)
     return worst

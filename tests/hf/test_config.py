@@ -7,7 +7,7 @@ import pytest
 hf = pytest.importorskip("transformers")
 
 from mupscale.errors import UserError  # noqa: E402
-from mupscale.hf.config import fields_of, kind_of, wide_config  # noqa: E402
+from mupscale.hf.config import deep_config, fields_of, kind_of, sizes_of_layers, wide_config  # noqa: E402
 from mupscale.hf.config_shrunken import shrunken  # noqa: E402
 
 
@@ -30,11 +30,8 @@ def test_widths_and_heads_grow_and_the_rest_stays():
     assert sizes(wide, *LLAMA) == [192, 288, 12, 6, 16]
     assert sizes(wide, "vocab_size", "num_hidden_layers", "max_position_embeddings") == [61, 3, 2048]
     assert sizes(narrow, *LLAMA) == [64, 96, 4, 2, 16]
-
-
-def test_a_fraction_grows_where_all_sizes_stay_whole():
-    assert sizes(wide_config(llama(), 1.5), *LLAMA) == [96, 144, 6, 3, 16]
-    assert sizes(wide_config(llama(), Fraction(3, 2)), *LLAMA) == [96, 144, 6, 3, 16]
+    for fraction in (1.5, Fraction(3, 2)):
+        assert sizes(wide_config(llama(), fraction), *LLAMA) == [96, 144, 6, 3, 16]
 
 
 def test_nested_configurations_grow():
@@ -201,3 +198,17 @@ def test_a_shrunken_model_is_small_and_can_be_widened(name):
     assert 4_000 < parameters(small) < 400_000
     assert parameters(wide) > 3 * parameters(small)
     assert type(small) is type(config)
+
+
+def test_shrunken_sizes_fit_each_other():
+    """Layers that a backbone names; heads of Mamba 2; halves of a head that turn with rows and columns of patches."""
+    dino = shrunken(hf.DINOv3ViTConfig(num_hidden_layers=12))
+    assert type(dino).from_dict(dino.to_dict()).stage_names == ["stem", "stage1", "stage2"]
+    mamba = shrunken(hf.Mamba2Config(hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=1))
+    assert mamba.num_heads * mamba.head_dim == mamba.expand * mamba.hidden_size
+    vision = shrunken(hf.Qwen2VLConfig(vision_config={"hidden_size": 3584})).vision_config
+    assert vision.embed_dim // vision.num_heads % 4 == 0
+    gemma = shrunken(hf.Gemma4TextConfig())
+    assert (gemma.num_hidden_layers, sizes_of_layers(gemma)) == (6, {5: {"head_dim": 16}})
+    deep = deep_config(gemma, "num_hidden_layers", [0, 1, 2, 3, 4, 5, 5])
+    assert sizes_of_layers(deep) == {5: {"head_dim": 16}, 6: {"head_dim": 16}}

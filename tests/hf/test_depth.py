@@ -113,6 +113,7 @@ def test_interleaved_layers_change_the_function_and_the_report_says_by_how_much(
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 40}
 T5 = hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_heads=2, num_layers=2, num_decoder_layers=2, vocab_size=40)
+T5_3 = hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_heads=2, num_layers=2, num_decoder_layers=3, vocab_size=40)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ T5 = hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_heads=2, num_layers=2, num_dec
         (hf.LlamaConfig(**TINY), hf.LlamaForCausalLM, 3, "interleave", "interleave needs a multiple of num_hidden_"),
         (hf.LlamaConfig(**TINY), hf.LlamaForCausalLM, 4, "random", "depth must be identity, interleave, stack; got"),
         (hf.LlamaConfig(**TINY), hf.LlamaForCausalLM, {"layers": 4}, "identity", "no field 'layers' with a number of"),
-        (T5, hf.T5ForConditionalGeneration, 4, "identity", "this t5 has num_layers=2, num_decoder_layers=2; say which"),
+        (T5_3, hf.T5ForConditionalGeneration, 4, "identity", "has num_layers=2, num_decoder_layers=3; say which"),
         (hf.AlbertConfig(**TINY), hf.AlbertForMaskedLM, 4, "identity", "this albert cannot become deeper: no list of"),
         (hf.BertConfig(**TINY), hf.BertForMaskedLM, 4, "identity", "'bert.encoder.layer.0' .BertLayer. changes what"),
         (hf.ConvNextConfig(), hf.ConvNextForImageClassification, 4, "identity", "no list of layers becomes longer"),

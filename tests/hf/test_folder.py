@@ -191,8 +191,10 @@ def test_every_tensor_and_every_parameter_is_accounted_for(folder: Path) -> None
     growing, unused = matched(folder)
     assert len(growing) == 21
     assert unused == []
-    with pytest.raises(UserError, match=r"tensors that a LlamaForCausalLM does not have: 'stray'"):
-        matched(rewritten(folder, lambda tensors: tensors.update(stray=torch.ones(2))))
+    _, unused = matched(rewritten(folder, lambda tensors: tensors.update(stray=torch.ones(2))))
+    assert unused == ["stray"]
+    with pytest.raises(UserError, match=r"the folder lacks 'model\.norm\.weight', which a LlamaForCausalLM has"):
+        matched(rewritten(folder, lambda tensors: tensors.pop("model.norm.weight")))
 
 
 def test_a_tied_parameter_may_be_in_the_folder_once_or_twice(folder: Path, tmp_path: Path) -> None:

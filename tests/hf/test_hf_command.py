@@ -21,7 +21,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import mupscale.hf as hf
 from mupscale.__main__ import main
 from mupscale.atomic import whole_folder
-from mupscale.commands.growth_options import AUTO
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError
 from mupscale.hf import in_memory as in_memory_module
@@ -29,7 +28,7 @@ from mupscale.hf import widened_folder
 from mupscale.hf.config import wide_config
 from mupscale.hf.family import Family
 from mupscale.hf.folder import read_folder
-from mupscale.methods.noise import AdditiveNoise
+from mupscale.methods.noise import AUTO_LEVEL, AdditiveNoise
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +44,16 @@ def grown(narrow: Path, tmp_path_factory) -> Path:
 
 
 def upscale(narrow: Path, out: Path, *options: str) -> None:
-    main(["upscale", str(narrow), "--factor", "2", "--out", str(out), *options])
+    """Without noise, unless options say otherwise."""
+    exact = () if any("noise" in option or option == "--method" for option in options) else ("--noise", "none")
+    main(["upscale", str(narrow), "--factor", "2", "--out", str(out), *exact, *options])
 
 
 @pytest.mark.parametrize("factor", [2, 3])
 def test_one_file(narrow: Path, tmp_path: Path, factor: int, capsys) -> None:
     """The wide folder loads, computes the same, and has what the narrow one had but for code."""
-    main(["upscale", str(narrow), "--factor", str(factor), "--out", str(tmp_path / "wide")])
+    exact = ["--factor", str(factor), "--noise", "none"]
+    main(["upscale", str(narrow), *exact, "--out", str(tmp_path / "wide")])
     told = capsys.readouterr()
     assert "21 tensors of 5 layers are, byte by byte, the narrow ones duplicated" in told.out
     assert "outputs of both models differ by" in told.out
@@ -84,7 +86,7 @@ def test_shards_in_bfloat16(tmp_path: Path, monkeypatch) -> None:
     torch.testing.assert_close(answer, exact, rtol=0, atol=1e-6)
     in_memory, report = hf.upscale(load(narrow, dtype="auto"), 2)
     assert report.exact is True
-    assert "exact: compared with the narrow model in float64" in str(report)
+    assert "exact: a training step in float64" in str(report)
     for name, parameter in in_memory.named_parameters():
         assert torch.equal(parameter, wide.get_parameter(name)), name
 
@@ -103,14 +105,14 @@ def test_a_model_in_memory_is_compared_at_its_full_size(narrow: Path, monkeypatc
 def test_noise_auto_keeps_the_outputs_and_other_noise_says_how_it_changes_them(
     narrow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    upscale(narrow, tmp_path / "auto", "--noise", "auto")
+    main(["upscale", str(narrow), "--factor", "2", "--out", str(tmp_path / "auto")])
     assert re.search(r"checked: outputs of both models differ by \d\.\de-0[78] in float32", capsys.readouterr().out)
     exact, wide = logits(load(narrow)), load(tmp_path / "auto")
     torch.testing.assert_close(logits(wide), exact, rtol=0, atol=1e-6)
     weight = wide.get_parameter("model.layers.0.self_attn.q_proj.weight").detach()
     signal = (weight[:, :32] + weight[:, 32:]).repeat(1, 2) / 2  # two copies of every input
     strength = torch.linalg.matrix_norm(weight - signal, 2) / torch.linalg.matrix_norm(signal, 2)
-    assert float(strength) == pytest.approx(AUTO, rel=0.05)
+    assert float(strength) == pytest.approx(AUTO_LEVEL, rel=0.05)
     upscale(narrow, tmp_path / "plain", "--noise", "0.05")
     said = re.search(r"outputs of both models differ by ([\d.]+) %: noise that is not centred", capsys.readouterr().out)
     change = (logits(load(tmp_path / "plain")) - exact).abs().max() / exact.abs().max()
@@ -154,12 +156,13 @@ ODD_HEADS = "a llama whose fields grow by these factors cannot be used"
 BAD = {
     "not a model folder": ("{empty} --factor 2 --out {out}", "is not a model folder: it has no config.json"),
     "no folder": ("nowhere --factor 2 --out {out}", "nowhere does not exist; name a model folder"),
-    "no factor": ("{narrow} --out {out}", "give --factor, by how much all widths grow, or --layers"),
+    "no factor": ("{narrow} --out {out}", "give --factor, by how much all widths grow, --layers"),
     "a factor of a word": ("{narrow} --factor two --out {out}", "invalid float value: 'two'"),
     "a factor below 1": ("{narrow} --factor 0.5 --out {out}", "give a number of at least 1"),
     "a factor of nan": ("{narrow} --factor nan --out {out}", "give a number of at least 1"),
     "a factor of 1": ("{narrow} --factor 1 --out {out}", "give a larger one"),
     "odd sizes": ("{narrow} --factor 1.3 --out {out}", "whole"),
+    "a fraction under a norm": ("{narrow} --factor 1.5 --out {out}", "hidden_size 32 → 48, intermediate_size 48 → 72"),
     "--out exists": ("{narrow} --factor 2 --out {empty}", "exists; name another folder"),
     "--out inside the folder": ("{narrow} --factor 2 --out {narrow}/wide", "lies inside the folder that is read"),
     "--out in a file": ("{narrow} --factor 2 --out {narrow}/config.json/wide", "config.json is not a folder; name one"),
@@ -167,14 +170,17 @@ BAD = {
     "a method with data": ("{narrow} --factor 2 --out {out} --method ligo", "learns from data"),
     "a bad field": ("{narrow} --factor 2 --out {out} --set intermediate_size", "such as intermediate_size=3"),
     "layers of a word": ("{narrow} --layers four --out {out}", "--layers four: give a whole number"),
-    "layers twice": ("{narrow} --layers 4 --layers 5 --out {out}", "--layers 4: give a whole number, or"),
+    "layers twice": ("{narrow} --layers 4 --layers 5 --out {out}", "--layers 5: give a whole number, or"),
     "depth without layers": (
         "{narrow} --factor 2 --depth stack --out {out}",
         "--depth stack says how a model becomes deeper",
     ),
     "odd heads": ("{narrow} --factor 2 --set num_attention_heads=1.5 --out {out}", ODD_HEADS),
     "odd heads alone": ("{narrow} --factor 1 --set num_attention_heads=1.5 --out {out}", ODD_HEADS),
-    "--save-noise without noise": ("{narrow} --factor 2 --out {out} --save-noise n", "there is no noise to save"),
+    "--save-noise without noise": (
+        "{narrow} --factor 2 --out {out} --noise none --save-noise n",
+        "there is no noise to save",
+    ),
     "noise nan": ("{narrow} --factor 2 --out {out} --noise nan", "std must be a finite number"),
 }
 
@@ -296,7 +302,7 @@ FRACTIONAL: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("family_name", slow_except(FRACTIONAL, "llama", kept=["t5"]))
 def test_a_fractional_growth_of_the_feed_forward_part(family_name: str, tmp_path: Path, capsys) -> None:
     save(FRACTIONAL[family_name](), tmp_path / "narrow")
-    options = ["--factor", "1.5", "--only", "feed_forward"]
+    options = ["--factor", "1.5", "--only", "feed_forward", "--noise", "none"]
     main(["upscale", str(tmp_path / "narrow"), *options, "--out", str(tmp_path / "wide")])
     told = re.search(r"outputs of both models differ by ([\d.e+-]+)", capsys.readouterr().out)
     assert told is not None

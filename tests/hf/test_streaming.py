@@ -1,7 +1,11 @@
 """Tensors widened by rows are the tensors widened at once; files are those of the safetensors library."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from model_folders import llama, save
+from peak_memory import peak_bytes
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -44,9 +48,10 @@ def saved(folder, content: Tensor, entry: Growth) -> GrowingTensor:
 def test_chunks_cover_every_wide_row_in_order(name: str, most: int) -> None:
     index = source_index(LAYOUTS[name])
     end = 0
-    for rows, narrow in row_chunks(LAYOUTS[name], most):
+    for rows in row_chunks(LAYOUTS[name], most):
         assert rows.start == end < rows.stop <= rows.start + most
-        assert set(index[rows].tolist()) == set(range(narrow.start, narrow.stop)), "no more than a chunk is read"
+        read = index[rows].tolist()
+        assert set(read) == set(range(min(read), max(read) + 1)), "no more than a chunk is read"
         end = rows.stop
     assert end == len(index)
 
@@ -76,10 +81,13 @@ def test_noise_and_methods_are_those_of_the_library(tmp_path) -> None:
     widen_(noisy, narrow, entry)
     add_noise_(noisy, entry, noise, narrow, 3)
     method.widen_(diagonal, narrow, entry)
-    tensor = saved(tmp_path, narrow, entry)
-    for writer, expected in ((FolderWriter({}, Duplication(), noise, 3), noisy), (FolderWriter({}, method), diagonal)):
-        assert not writer.by_rows(tensor)
-        assert torch.equal(writer.wide_tensor(tensor), expected)
+    tensors = {"w": saved(tmp_path, narrow, entry)}
+    cases = {"noise": ((Duplication(), noise, 3), noisy), "diagonal": ((method,), diagonal)}
+    for name, (settings, expected) in cases.items():
+        (tmp_path / name).mkdir()
+        files = split_into_files(tmp_path / name, [("w", torch.float32, entry.wide_shape)], 10**9)
+        FolderWriter(tensors, *settings).write(files, lambda count: None)
+        assert torch.equal(load_file(files[0].path)["w"], expected)
 
 
 @pytest.mark.parametrize("noise", [None, AdditiveNoise(0.1)])
@@ -122,3 +130,32 @@ def test_files_are_split_by_size_and_aligned(tmp_path) -> None:
         assert {name: tuple(value.shape) for name, value in load_file(file.path).items()} == {
             tensor.name: tensor.shape for tensor in file.tensors
         }
+
+
+LARGE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 16_000}
+OPTIONS = {
+    "wider": ("--factor", "2", "--noise", "none"),
+    "deeper": ("--layers", "12"),
+    "experts": ("--experts", "4"),
+    "a larger vocabulary": ("--vocab", "16100", "--new-rows", "mean"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
+@pytest.mark.parametrize("case", OPTIONS)
+def test_memory_is_a_part_of_a_tensor(case: str, tmp_path: Path) -> None:
+    """Of a model with the proportions of one of 7 billion parameters, whose largest tensor has 33 MB."""
+    for name, sizes in (("tiny", {}), ("large", LARGE)):
+        save(llama(**sizes), tmp_path / name)
+    tiny, large = (
+        ["upscale", str(tmp_path / name), *options, "--out", str(tmp_path / f"{name}-out")]
+        for name, options in (
+            ("tiny", [each.replace("16100", "70") for each in OPTIONS[case]]),
+            ("large", OPTIONS[case]),
+        )
+    )
+    peak = peak_bytes(tiny, large, as_if_full=True)
+    whole = sum(path.stat().st_size for path in (tmp_path / "large-out").iterdir())
+    assert whole > 130e6
+    assert peak < 40e6, f"{peak / 1e6:.0f} MB of {whole / 1e6:.0f} MB"
