@@ -7,16 +7,13 @@ from benchmarks.harness import run
 
 NAMES = {
     "gpt2": "GPT-2 inside Trainer.fit, beside a bare loop and the authors' code",
-    "mlp": "the MLP on Covertype, beside a bare loop and a first draft",
+    "mlp": "the MLP on Covertype, beside a bare loop",
     "resnet": "ResNet-18 on CIFAR-100, likewise",
     "upscale": "`upscale` at up to 2.3 B parameters",
     "pause": "the pause of a fit that grows, and its speed before and after",
     "swap_memory": "memory of each rank while a sharded run grows",
-    "folder": "`upscale FOLDER` of a 7 B-shaped Llama, beside `cp`",
     "data": "the data modules, beside a plain DataLoader",
-    "ladder": "GPT-2 of fixed sizes and grown, at equal FLOPs",
-    "ladder_tables": "the tables of docs/results/ladder.md, from the ends of these runs",
-    "released": "a released checkpoint, trained on as it is and twice as large",
+    "fp8": "GPT-2 in float8, beside bfloat16, torchao and the authors' code",
     "stack": "many trials as one program, beside one after another",
 }
 

@@ -1,4 +1,4 @@
-"""GPT-2, the paper's MLP or ResNet-18 inside `Trainer.fit`, beside a bare loop, a first draft or the authors' code.
+"""GPT-2, the paper's MLP or ResNet-18 inside `Trainer.fit`, beside a bare loop, and the authors' code.
 
     git clone https://github.com/yuxinma98/mupscaling
     python -m benchmarks gpt2 --against mupscaling --repeat 3 [--quick] [--only "width 768"]
@@ -15,7 +15,6 @@ import io
 import sys
 from collections.abc import Iterator
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -23,15 +22,14 @@ import mup
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.harness import ONLY, Options, Row
-from benchmarks.training import Case, compare_sides, first_draft
+from benchmarks.training import Case, compare_sides
 from mupscale.datamodules.cifar100 import AugmentingLoader, normalisation_table, padded
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
-from mupscale.models.resnet import ResNet18, ResNet18Net
+from mupscale.models.resnet import ResNet18
 
 # --- GPT-2
 
@@ -62,7 +60,7 @@ def gpt2(options: argparse.Namespace) -> Iterator[Case]:
         steps = 5 if quick else 15 if width > 1000 else 40
         yield Case(
             name, module, partial(token_rows, vocabulary, context, batch), rival, "tok", batch * context, steps=steps,
-            warm_up=6 if quick else 10, precision="bf16-mixed", draft_steps=steps, clip=CLIP, rival="authors",
+            warm_up=6 if quick else 10, precision="bf16-mixed", clip=CLIP,
         )  # fmt: skip
 
 
@@ -142,20 +140,12 @@ def table_batches(count: int, device: torch.device) -> ResidentLoader:
     return ResidentLoader(tuple(part.to(device) for part in table(count)), MLP_BATCH, shuffle=True, drop_last=True)
 
 
-def draft_mlp(width: int, count: int, device: torch.device) -> Iterator[None]:
-    hidden = [part for a, b in pairwise([54, width, width, width]) for part in (nn.Linear(a, b), nn.ReLU())]
-    net = nn.Sequential(*hidden, nn.Linear(width, 7)).to(device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    return first_draft(net, optimizer, TensorDataset(*table(count)), MLP_BATCH, device)
-
-
 def mlp(options: argparse.Namespace) -> Iterator[Case]:
     quick, count = options.quick, 10_000 if options.quick else 464_809
     for width in [16] if quick else [500, 2000]:
         yield Case(
-            f"width {width}", partial(MLP, width), partial(table_batches, count), partial(draft_mlp, width, count),
-            "row", MLP_BATCH, steps=20 if quick else 3000, warm_up=6 if quick else 100, precision="32-true",
-            draft_steps=10 if quick else 300,
+            f"width {width}", partial(MLP, width), partial(table_batches, count), None, "row", MLP_BATCH,
+            steps=20 if quick else 3000, warm_up=6 if quick else 100, precision="32-true",
         )  # fmt: skip
 
 
@@ -172,35 +162,10 @@ def images(count: int) -> tuple[np.ndarray, np.ndarray]:
     return generator.integers(0, 256, (count, 32, 32, 3), np.uint8), generator.integers(0, 100, count)
 
 
-class Augmented(Dataset[tuple[Tensor, int]]):
-    """Images one at a time, through torchvision's transforms, as its CIFAR100 gives them."""
-
-    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
-        from torchvision import transforms
-
-        self.images, self.labels = images, labels
-        self.transform = transforms.Compose([
-            transforms.ToPILImage(), transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(), transforms.Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
-        ])  # fmt: skip
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(self.images[index]), int(self.labels[index])
-
-
 def image_batches(count: int, device: torch.device) -> AugmentingLoader:
     x, y = (torch.from_numpy(part).to(device) for part in images(count))
     table = normalisation_table(torch.full((3,), 0.5), torch.full((3,), 0.25)).to(device)
     return AugmentingLoader(table, (padded(x), y), RESNET_BATCH, shuffle=True, drop_last=True)
-
-
-def draft_resnet(width: int, count: int, device: torch.device) -> Iterator[None]:
-    net = ResNet18Net(width, readout_zero_init=False).to(device)
-    optimizer = torch.optim.SGD(net.parameters(), **SGD)
-    return first_draft(net, optimizer, Augmented(*images(count)), RESNET_BATCH, device, workers=8)
 
 
 def resnet(options: argparse.Namespace) -> Iterator[Case]:
@@ -208,9 +173,8 @@ def resnet(options: argparse.Namespace) -> Iterator[Case]:
     for width in [8] if quick else list(RESNET_STEPS):
         module = partial(ResNet18, width, optimizer=partial(torch.optim.SGD, **SGD), compile=not quick)
         yield Case(
-            f"width {width} ({width / 64:g}×)", module, partial(image_batches, count),
-            partial(draft_resnet, width, count), "img", RESNET_BATCH, steps=4 if quick else RESNET_STEPS[width],
-            warm_up=5 if quick else 50, precision="bf16-mixed", draft_steps=4 if quick else 100,
+            f"width {width} ({width / 64:g}×)", module, partial(image_batches, count), None, "img", RESNET_BATCH,
+            steps=4 if quick else RESNET_STEPS[width], warm_up=5 if quick else 50, precision="bf16-mixed",
         )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmarks.cases import Augmented
 from benchmarks.harness import Row, now, rate
 from benchmarks.training import endless
 from mupscale.datamodules.cifar100 import CIFAR100
@@ -43,6 +42,25 @@ def read_rows(file: Path) -> TensorDataset:
     x = torch.from_numpy(arrays["X"]).float()
     x[:, :10] = (x[:, :10] - x[:, :10].mean(0)) / x[:, :10].std(0)
     return TensorDataset(x, torch.from_numpy(arrays["y"].astype(np.int64)) - 1)
+
+
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Images one at a time, through torchvision's transforms, as its CIFAR100 gives them."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+        from torchvision import transforms
+
+        self.images, self.labels = images, labels
+        self.transform = transforms.Compose([
+            transforms.ToPILImage(), transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(), transforms.Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+        ])  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(self.images[index]), int(self.labels[index])
 
 
 class Crops(Dataset[tuple[Tensor, Tensor]]):

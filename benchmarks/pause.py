@@ -29,7 +29,7 @@ from lightning.pytorch import LightningModule, Trainer
 from benchmarks.cases import token_rows
 from benchmarks.harness import ONLY, Row, clear_memory, now, peak_gb
 from benchmarks.training import Case, Clock, fit, ours
-from mupscale.callbacks import upscale
+from mupscale.callbacks import growth_schedule
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models.gpt2 import GPT2
 
@@ -58,19 +58,20 @@ class Weighed(UpscaleCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self.at_step - 1 and self.ahead is not None:
+        ahead = None if self.schedule is None else self.schedule.ahead
+        if trainer.global_step == self.at_step - 1 and ahead is not None:
             before = now()
             with suppress(subprocess.TimeoutExpired):
-                self.ahead.wait(PATIENCE)
+                ahead.wait(PATIENCE)
             self.waited = now() - before
             took = {None: "too long", 0: f"{now() - self.began:.1f}"}
-            self.ahead_text = took.get(self.ahead.returncode, "failed")
+            self.ahead_text = took.get(ahead.returncode, "failed")
         if trainer.global_step == self.at_step - 1:
             clear_memory()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self.is_due(trainer, pl_module):
+        if not self.is_due(trainer):
             if trainer.global_step == 0:
                 self.began = now()
                 super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -129,12 +130,12 @@ def measure(name: str, way: str, small: Shape, large: Shape, options: argparse.N
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    pays_ahead = upscale.pays_ahead
+    pays_ahead = growth_schedule.pays_ahead
     for name, (small, large) in (QUICK if options.quick else GROWTHS).items():
         for way in ("then", "ahead"):
             if options.only not in f"{name}, {way}":
                 continue
-            upscale.pays_ahead = pays_ahead if way == "ahead" else lambda trainer, module: False
+            growth_schedule.pays_ahead = pays_ahead if way == "ahead" else lambda trainer, module: False
             with tempfile.TemporaryDirectory() as folder:
                 os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton")
                 yield measure(name, way, small, large, options)

@@ -16,13 +16,13 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict  # noqa: F401  before the processes are forked
 from torch.distributed.fsdp import fully_shard  # noqa: F401
@@ -31,17 +31,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import mupscale
 from benchmarks.harness import ONLY, Options, Row, quieten
-from mupscale.callbacks.swap import Swap
+from mupscale.callbacks.growth_schedule import GrowthSchedule
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.methods.noise import Noise
-from mupscale.models.base import Growable
 from mupscale.models.fsdp2 import FSDP2
 from mupscale.models.gpt2 import GPT2
 from mupscale.sharding import local_part
 
 GROWTH = "growth"
-PERFORM = Swap.perform
+PERFORM = GrowthSchedule.perform
 LAYERS, HEADS, VOCABULARY, CONTEXT = 4, 8, 4096, 32
 
 NOISE: dict[str, Noise | None] = {
@@ -52,7 +51,7 @@ NOISE: dict[str, Noise | None] = {
 }
 
 
-def held(trainer: Trainer, module: Growable) -> int:
+def held(trainer: Trainer, module: LightningModule) -> int:
     """Bytes of weights, gradients and optimizer state on this rank."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     states: list[Tensor] = []
@@ -71,7 +70,8 @@ def alive() -> int:
 class Weighing:
     """Records the memory of this rank while a swap is performed."""
 
-    def perform(self, swap: Swap, trainer: Trainer, module: Growable, compare: Callable[[], None]) -> Any:
+    def perform(self, schedule: GrowthSchedule, *arguments: Any) -> Any:
+        trainer, module = schedule.trainer, schedule.module
         gc.collect()
         before, on_gpu = held(trainer, module), module.device.type == "cuda"
         if on_gpu:
@@ -79,7 +79,7 @@ class Weighing:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         with record_function(GROWTH):
-            answer = PERFORM(swap, trainer, module, compare)
+            answer = PERFORM(schedule, *arguments)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -130,7 +130,7 @@ def measure(noise: str, width: int, device: str) -> dict[str, Any]:
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         on_cpu = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if device == "cpu" else nullcontext()
-        with on_cpu as recorded, mock.patch.object(Swap, "perform", lambda *given: weighing.perform(*given)):
+        with on_cpu as recorded, mock.patch.object(GrowthSchedule, "perform", lambda *given: weighing.perform(*given)):
             trainer.fit(module, ResidentLoader((tokens,), ranks, shuffle=False, drop_last=True, **share))
     if recorded is not None:
         weighing.row["peak"] = peak_on_cpu(recorded, weighing.left)

@@ -1,15 +1,13 @@
-"""Shared by the training benchmarks: trains one network in three ways, in one run, and prints a table.
+"""Shared by the training benchmarks: trains one network in two or three ways, in one run, and prints a table.
 
 - ours: `Trainer.fit` with logging, checkpoints, curves, a progress bar and learning-rate monitor on;
 - bare: the same network, optimizer, batches and speed options in a bare torch loop;
-- draft: what one would write first: plain modules, autocast, a DataLoader with workers, `loss.item()`.
-  For GPT-2 it is the authors' code.
+- authors: for GPT-2, the authors' code.
 """
 
 import argparse
 import contextlib
 import io
-import math
 import statistics
 import tempfile
 import time
@@ -20,16 +18,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
 
 import mupscale
 from benchmarks.harness import Row, clear_memory, now, peak_gb, rate
-from mupscale.callbacks.fast_loop import FastLoop
+from mupscale.callbacks.captured_steps import CapturedSteps
 from mupscale.callbacks.plain import default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.tensorboard import LossFirstLogger
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable
@@ -42,27 +37,25 @@ class Case:
     name: str
     module: Callable[[], Growable]
     batches: Callable[[torch.device], Any]  # a loader of resident batches
-    draft: Callable[[torch.device], Iterator[None]] | None  # a step each time it is asked
+    rival: Callable[[torch.device], Iterator[None]] | None  # a step of the authors' code each time it is asked
     unit: str
     units_per_step: int
     steps: int
     warm_up: int
     precision: str
-    draft_steps: int
     clip: float | None = None
-    rival: str = "draft"  # what the table calls it
 
 
-class Clock(Strides):
-    """Reads clock and memory at the ends of some steps, the device idle. It needs its hooks at these steps only."""
+class Clock(Callback):
+    """Reads clock and memory at the ends of some steps, or the next ends with hooks after them, the device idle."""
+
+    needs_every_step = False
 
     def __init__(self, *steps: int) -> None:
         self.started = time.perf_counter()
         self.at = dict.fromkeys(steps, 0.0)
         self.held = dict.fromkeys(steps, 0)
-
-    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        return min((step - 1 - trainer.global_step for step in self.at if step > trainer.global_step), default=math.inf)
+        self.ends = dict.fromkeys(steps, 0)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -70,13 +63,13 @@ class Clock(Strides):
         self.after(trainer.global_step)
 
     def after(self, step: int) -> None:
-        if step in self.at:
-            self.at[step] = now()
-            self.held[step] = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        for wanted in (wanted for wanted, end in self.ends.items() if not end and wanted <= step):
+            self.at[wanted], self.ends[wanted] = now(), step
+            self.held[wanted] = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
     def rate(self, first: int, last: int) -> float:
         """Steps a second."""
-        return (last - first) / (self.at[last] - self.at[first])
+        return (self.ends[last] - self.ends[first]) / (self.at[last] - self.at[first])
 
 
 def ours(case: Case, device: torch.device) -> tuple[Clock, float]:
@@ -96,7 +89,7 @@ def fit(case: Case, device: torch.device, *callbacks: Callback) -> float:
             gradient_clip_val=case.clip,
             callbacks=[
                 *default_callbacks([]),
-                FastLoop(cuda_graph=True, tf32=True),
+                CapturedSteps(cuda_graph=True, tf32=True),
                 RunCheckpoint(folder, every_n_train_steps=500, save_last="link"),
                 *callbacks,
             ],
@@ -177,27 +170,6 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def first_draft(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: Dataset[tuple[Any, Any]],
-    batch_size: int,
-    device: torch.device,
-    workers: int = 4,
-) -> Iterator[None]:
-    """Steps as one would write them first, with the loss for the log."""
-    workers = workers if device.type == "cuda" else 0
-    loader = DataLoader(data, batch_size, shuffle=True, num_workers=workers, pin_memory=workers > 0, drop_last=True)
-    for x, y in endless(loader):
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = F.cross_entropy(net(x.to(device)), y.to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        loss.item()
-        yield
-
-
 def measured(case: Case, name: str, device: torch.device) -> Row:
     """Memory is in GB at its peak; `grown` in MB from the end of the warm-up to the last step."""
     clear_memory()
@@ -208,8 +180,8 @@ def measured(case: Case, name: str, device: torch.device) -> Row:
     elif name == "bare":
         clock, loss = timed(bare(case, device), case.warm_up, case.steps)
     else:
-        assert case.draft is not None
-        clock, _ = timed(case.draft(device), case.warm_up, case.draft_steps)
+        assert case.rival is not None
+        clock, _ = timed(case.rival(device), case.warm_up, case.steps)
     first, last = case.warm_up, max(clock.at)
     steps = clock.rate(first, last)
     flops = case.module().training_flops(next(iter(case.batches(torch.device("cpu")))))
@@ -239,7 +211,7 @@ def matmul_peak(device: torch.device) -> float:
 def compare_sides(given: argparse.Namespace, cases: list[Case]) -> Iterator[Row]:
     """Measures the sides of all cases, each beside those before it."""
     torch.set_float32_matmul_precision("high")
-    sides = [*dict.fromkeys(case.rival for case in cases if case.draft), "bare", "ours"]
+    sides = [*(["authors"] if any(case.rival for case in cases) else []), "bare", "ours"]
     yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
     for case in (case for case in cases if given.only in case.name):
         measurements: list[Row] = []

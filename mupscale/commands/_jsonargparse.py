@@ -31,6 +31,7 @@ def key_and_problem(message: str) -> tuple[str, str]:
     problems = dict.fromkeys(line for line in lines if line and not line.startswith(GENERIC))
     text = "; ".join(problems).replace(":; ", ": ").replace("Expected a dot import path string:", "there is no class")
     text = text.replace("Not a valid subclass of", "give class_path and init_args of a")
+    text = re.sub(r"; Expected a typing\.Literal\[([^\]]*)\]", r", or \1", text)
     given = re.search(rf"^ {PLAIN}", value)
     if given:
         text += f"; got {re.sub(INTERNALS, '', given[1])}"

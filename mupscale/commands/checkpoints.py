@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from mupscale.atomic import missing_folders, remove_empty, write_durably
-from mupscale.commands.config import Config, brief, class_name, dictionary, differences, read_json
+from mupscale.atomic import missing_folders, open_to_write, remove_empty, write_durably
+from mupscale.commands.config import Config, brief, class_name, dictionary, differing_keys, read_json
 from mupscale.data_files import META, METADATA, damage_in, data_in, interpreting, json_of, read_yaml
-from mupscale.errors import UserError
+from mupscale.errors import UserError, refuse_unless_whole
 
 RUN = "run.json"
 """In the folder of a run: a JSON object with the identity of the run (`id`), which its checkpoints have too, and its
@@ -28,13 +28,19 @@ RESULT = "result.json"
 AT_GROWTH = ("loss_before", "loss_after", "seconds")
 """Numbers of a growth in result.json: the losses of the next batch just before and after it, and its pause."""
 
+CONFIG = "config.yaml"
+"""In the folder of a run: its whole configuration."""
+
 LOCK = "run.lock"
 """In a folder that a run writes to: the machine and the number of the process that last wrote. It may be deleted."""
 
-_held: dict[Path, "Claim"] = {}
+FILES = (CONFIG, RUN, LOCK)
+"""What a run writes to its folder before its first step."""
+
+_held: dict[Path, "FolderLock"] = {}
 
 
-class Claim:
+class FolderLock:
     """The right to write to a folder, until it is released or this process ends, however it ends.
 
     It is a POSIX lock, which a forked worker does not inherit: one that outlives its parent would keep it.
@@ -45,21 +51,22 @@ class Claim:
         self.folder = folder.absolute()
         self._made = missing_folders(self.folder)
         if self.folder in _held:
-            raise Taken(f"{folder} is already in use by this process")
+            raise FolderLocked(f"{folder} is already in use by this process")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = open(self.folder / LOCK, "a+", errors="replace")  # noqa: SIM115
+        lock = open_to_write(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._file: IO[str] = os.fdopen(lock, "a+", encoding="utf-8", errors="replace")
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             self._file.seek(0)
             owner = self._file.read().strip() or "another process"
             self._file.close()
-            raise Taken(f"{folder} is in use: {owner} writes to it. Wait until that ends, or stop it") from error
+            raise FolderLocked(f"{folder} is in use: {owner} writes to it. Wait until that ends, or stop it") from error
         except OSError:
             pass  # a file system without locks
         _held[self.folder] = self
 
-    def __enter__(self) -> "Claim":
+    def __enter__(self) -> "FolderLock":
         self.begin()
         return self
 
@@ -86,7 +93,7 @@ class Claim:
         self._file.close()
 
 
-class Taken(UserError):
+class FolderLocked(UserError):
     """Another process writes to the folder."""
 
 
@@ -110,9 +117,7 @@ def read_result(folder: Path) -> dict[str, Any]:
         return {}
     content = read_json(path)
     with interpreting(f"{path} is damaged; delete it and run the same command again"):
-        steps = content.get("steps", 0)
-        if not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"steps is {steps!r}")
+        refuse_unless_whole(f"{path} is damaged: steps", content.get("steps", 0), 0)
         validation = {name: float(number) for name, number in dict(content.get("validation", {})).items()}
         growths = [{name: float(growth[name]) for name in AT_GROWTH} for growth in content.get("growths", [])]
         value = {"value": float(content["value"])} if "value" in content else {}
@@ -124,12 +129,14 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._names: tuple[str, ...] = ()
         self._before: set[Path] = set()
         self._missing: list[Path] = []
 
-    def watch(self, folder: Path) -> None:
-        self._folder = folder
-        self._before = set(folder.rglob("*")) if folder.is_dir() else set()
+    def watch(self, folder: Path, names: tuple[str, ...] = ()) -> None:
+        """With `names`, only of these files: other programs may write to the folder."""
+        self._folder, self._names = folder, names
+        self._before = self._files()
         self._missing = missing_folders(folder)
 
     def remove(self) -> None:
@@ -138,10 +145,16 @@ class Leftovers:
         if self._folder in self._missing:
             shutil.rmtree(self._folder, ignore_errors=True)
         else:
-            for path in set(self._folder.rglob("*")) - self._before:
+            for path in self._files() - self._before:
                 if path.is_file() or path.is_symlink():
                     path.unlink(missing_ok=True)
         remove_empty(self._missing)
+
+    def _files(self) -> set[Path]:
+        assert self._folder is not None
+        if self._names:
+            return {self._folder / name for name in self._names if (self._folder / name).exists()}
+        return set(self._folder.rglob("*")) if self._folder.is_dir() else set()
 
 
 # --- its checkpoints
@@ -206,25 +219,25 @@ def is_finished(checkpoint: dict[str, Any]) -> bool:
 
 def checkpoints_of(folder: Path) -> Iterator[Path]:
     """Where the checkpoints of a run may be: in its folder, and in `checkpoint.dirpath`."""
-    yield from below(folder)
+    yield from find_checkpoints(folder)
     elsewhere = dirpath_of(folder)
     if elsewhere is not None and elsewhere.is_dir() and not elsewhere.resolve().is_relative_to(folder.resolve()):
-        yield from below(elsewhere)
+        yield from find_checkpoints(elsewhere)
 
 
-def below(folder: Path) -> Iterator[Path]:
+def find_checkpoints(folder: Path) -> Iterator[Path]:
     """The checkpoints in a folder, but not those of runs inside it. Links, such as last.ckpt, are left out."""
     for name in sorted(os.listdir(folder)):
         path = folder / name
         if path.is_symlink() or name.startswith("."):
             continue
-        if path.suffix == ".ckpt":
+        if path.suffix == ".ckpt" and (path.is_file() or path.is_dir()):
             yield path
-        elif path.is_dir() and not (path / "config.yaml").exists():
-            yield from below(path)
+        elif path.is_dir() and not (path / CONFIG).exists():
+            yield from find_checkpoints(path)
 
 
-def checked(path: Path) -> dict[str, Any]:
+def load_validated(path: Path) -> dict[str, Any]:
     """The content of a checkpoint that a user names, its tensors memory-mapped; of a sharded one, all but its shards.
 
     Raises a UserError if it is damaged, or holds more than data.
@@ -299,7 +312,7 @@ def _is_for_resuming(path: Path) -> bool:
 
 
 def dirpath_of(folder: Path) -> Path | None:
-    config = folder / "config.yaml"
+    config = folder / CONFIG
     content = dictionary(read_yaml(config)) if config.is_file() else {}
     named = dictionary(content.get("checkpoint")).get("dirpath")
     return Path(named) if isinstance(named, str) else None
@@ -329,7 +342,7 @@ PLACE = ("trainer.logger", "trainer.default_root_dir", "checkpoint.dirpath")
 """Keys that determine the folder of a run; `resume` continues in the same folder."""
 
 SUMMARY = (
-    "These may change: trainer.*, checkpoint.*, loop.*, stop_on_nan, model.compile, data.data_dir, upscales after the "
+    "These may change: trainer.*, checkpoint.*, loop.*, stop_on_nan, model.compile, data.data_dir, growths after the "
     "checkpoint, additional callbacks"
 )
 
@@ -337,9 +350,9 @@ SUMMARY = (
 def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -> None:
     """Raises a UserError if a configuration differs from that of a checkpoint of `step` in what must not change."""
     try:
-        found = differences(saved, _of_then(saved, config))
+        found = differing_keys(saved, config)
         callbacks = _callbacks(saved)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:  # tensors cannot be compared
         raise UserError("the configuration in the checkpoint is damaged; use another checkpoint") from error
     for key, there, here in found:
         if key.startswith("trainer.callbacks") or _is_one_class(key, there, here):
@@ -363,15 +376,6 @@ def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -
     _refuse_callbacks(callbacks, _callbacks(config), step)
 
 
-def _of_then(there: Any, here: Any) -> Any:
-    """The values `here` of the keys in `there`, because a later version may have more keys."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        return {key: _of_then(value, here.get(key)) for key, value in there.items()}
-    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        return [_of_then(a, b) for a, b in zip(there, here, strict=True)]
-    return here
-
-
 def _refuse_callbacks(there: list[Config], here: list[Config], step: int) -> None:
     """Those of the run must be there, in their order, but for upscales to come; and no upscale that is too late."""
     wanted = [callback for callback in there if not _is_to_come(callback, step)]
@@ -382,7 +386,7 @@ def _refuse_callbacks(there: list[Config], here: list[Config], step: int) -> Non
         elif class_name(callback) == "UpscaleCallback":
             raise UserError(
                 f"trainer.callbacks: {brief(callback)} comes too late, the run is at step {step} and was without it. "
-                "Upscales that are still to come may change"
+                "Growths that are still to come may change"
             )
     if wanted:
         raise UserError(
@@ -405,13 +409,11 @@ def _is_to_come(callback: Config, step: int) -> bool:
 
 
 def _are_same(there: Config, here: Config) -> bool:
-    """Whether two callbacks have one class, and the same values of the arguments that there were then.
-
-    The folder of a callback's checkpoints may be another one, as `checkpoint.dirpath` may.
-    """
-    then, now = there.get("init_args", {}), here.get("init_args", {})
-    then = {key: value for key, value in then.items() if key != "dirpath"}
-    return class_name(there) == class_name(here) and not differences(then, _of_then(then, now))
+    """Whether two callbacks have one class, and the same arguments, but for the folder of their checkpoints."""
+    then, now = (
+        {key: value for key, value in each.get("init_args", {}).items() if key != "dirpath"} for each in (there, here)
+    )
+    return class_name(there) == class_name(here) and not differing_keys(then, now)
 
 
 def _is_one_class(key: str, there: Any, here: Any) -> bool:

@@ -4,13 +4,11 @@ import importlib
 import inspect
 import logging
 import os
-import re
 import warnings
-from argparse import ArgumentError
+from argparse import SUPPRESS, ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -18,6 +16,7 @@ from typing import Any, NoReturn, cast
 import torch
 import yaml
 from jsonargparse import Namespace
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -25,21 +24,23 @@ from lightning.pytorch.utilities import LightningEnum
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
+from mupscale.atomic import replacing
 from mupscale.base_shapes import apply_mup
+from mupscale.callbacks.captured_steps import CapturedSteps
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
-from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.tensorboard import keep_tables, log_folders
-from mupscale.callbacks.upscale import UpscaleCallback, is_smaller, refuse_schedule, swaps_of
+from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule, swaps_of
 from mupscale.commands import config as configuration
-from mupscale.commands.checkpoints import checked, refuse_changes
-from mupscale.commands.config import Config, Parsed, derive, dictionary, given, known, with_merged_callback_args
+from mupscale.commands.checkpoints import load_validated, refuse_changes
+from mupscale.commands.config import Config, dictionary, with_merged_callback_args
+from mupscale.commands.growth_plans import plan_growth
 from mupscale.commands.mistakes import IN_TRAINING, line_about
-from mupscale.commands.process import did_you_mean, without_collections
+from mupscale.commands.process import did_you_mean, refuse_output, without_collections
 from mupscale.commands.run import RunJournal, RunStart, after_fit
-from mupscale.data_files import LOADER, META, read_yaml
+from mupscale.data_files import LOADER, META, refuse_links
 from mupscale.errors import UserError, one_line, prefix_errors
 from mupscale.models._lightning import callbacks_in, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import Growable, has_own_optimizers, refuse_absolute_rates, refuse_bad_hyperparameters
@@ -60,6 +61,9 @@ PURPOSES = {
     "test": "Evaluate a checkpoint of any width (--ckpt_path) on the test set.",
     "predict": "Predict with a checkpoint of any width (--ckpt_path); writes predictions.pt.",
 }
+
+OF_CHECKPOINTS = ("ckpt_path", "weights_only")
+"""Keys of a run's config.yaml, both null, that commands without a checkpoint ignore."""
 
 MISTAKES = (ValueError, OSError, ModuleNotFoundError, MisconfigurationException, ArgumentError)
 """The exceptions that mean a mistake in the configuration before the first batch; Lightning's own does at any time."""
@@ -100,15 +104,10 @@ class Parser(LightningArgumentParser):
 class CLI(LightningCLI):
     """The model, the data and the trainer of a command line, and the `command`, if there is one, that `run` runs.
 
-    `args` is the command line, or a whole configuration; one of `fit` is derived from a similar one if there was one.
+    `args` is the command line, or a whole configuration.
     Every command has a parser of its own: Lightning's subcommands would parse every value several times. `folder` is
     the folder of the run to resume; `start` claims its folders.
     """
-
-    given: Config | None = None
-    """The configuration that was given whole."""
-
-    _derived: Parsed | None = None
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class CLI(LightningCLI):
         self.parser = PARSERS[key]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(FastLoop, "loop")
+        parser.add_lightning_class_args(CapturedSteps, "loop")
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         # a link, because copying a large model takes time
         parser.set_defaults({"checkpoint.save_last": "link", "checkpoint.every_n_train_steps": SAVE_EVERY})
@@ -152,25 +151,23 @@ class CLI(LightningCLI):
         )
         if self.command:
             parser.add_method_arguments(Trainer, self.command, skip={*self.subcommands()[self.command]})
+        else:
+            for key in OF_CHECKPOINTS:
+                parser.add_argument(f"--{key}", type=Any, default=None, help=SUPPRESS)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         if isinstance(args, dict):
-            self.given = args
-            self._derived = derive(args) if self.command == "fit" else None
-            self.config = parser.parse_object(deepcopy(args)) if self._derived is None else self._derived.config
+            self.config = parser.parse_object(deepcopy(args))
             if self.command:
                 self.config["ckpt_path"] = args.get("ckpt_path")
         else:
             assert isinstance(args, list)
-            args = with_merged_callback_args(args)
-            try:
-                # Lightning's own way would warn that there is a command line as well
-                self.config = parser.parse_args(args)
-            except UserError:
-                import_classes()  # a class may be named in a way that `words_in` does not find; the error lists them
-                self.config = parser.parse_args(args)
-        if configuration.is_sharding(self.config["trainer"]["strategy"]):
-            importlib.import_module("mupscale.models.fsdp2")  # which makes the name known to Lightning
+            # Lightning's own way would warn that there is a command line as well
+            self.config = parser.parse_args(with_merged_callback_args(args))
+        for key in () if self.command else OF_CHECKPOINTS:
+            value = self.config.pop(key)
+            if value is not None:
+                raise UserError(f"{key} = {value}: this command reads no checkpoint; leave {key} out")
         configuration.refuse_sections(self.config)
         if self.config["callback_args"]:
             # as if the callbacks had these arguments themselves, also in the run's config.yaml
@@ -185,10 +182,7 @@ class CLI(LightningCLI):
             return
         given = deepcopy(self.config)
         given["ckpt_path"] = None
-        saved = as_plain(self.parser, given) if self._derived is None else self._derived.saved
-        if self.given is not None and self._derived is None:
-            known.append(Parsed(self.given, given, saved))
-        self.journal.config = saved
+        self.journal.config = as_plain(self.parser, given)
         self._use_checkpoint()
         self._place_logs()
 
@@ -218,7 +212,7 @@ class CLI(LightningCLI):
         if Path(path).is_file() and self.config["weights_only"] is False:
             return  # the user trusts the file
         with prefix_errors("ckpt_path"):
-            checkpoint = checked(Path(path))
+            checkpoint = load_validated(Path(path))
             refuse_malformed(checkpoint)
             if self.command == "fit":
                 refuse_malformed_optimizers(checkpoint)
@@ -267,14 +261,14 @@ class CLI(LightningCLI):
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
         name_arguments_apart(self.model, self.datamodule)
-        if self.command == "fit" and self.given is None and not has_own_optimizers(self.model):
+        if self.command == "fit" and not has_own_optimizers(self.model):
             refuse_optimizer(self.model, self.trainer)  # before data are loaded
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
         options = self.config_init["trainer"]
         given = configuration.listed(options["callbacks"])
         refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
-        configuration.refuse_processes(options)
+        configuration.refuse_nodes(options)
         if self.command in ("", "fit"):
             configuration.refuse_options(options)
         options["callbacks"] = [self.journal, *given] if self.command else given
@@ -284,6 +278,8 @@ class CLI(LightningCLI):
             progress_bar=options["enable_progress_bar"] is not False and not options["barebones"],
         )
         trainer = super().instantiate_trainer(**arguments)
+        if TorchElasticEnvironment.detect():  # Lightning compares only where it starts the processes itself
+            TorchElasticEnvironment().validate_settings(trainer.num_devices, trainer.num_nodes)
         self.journal.attach(trainer)
         for curves in callbacks_in(trainer, Curves):
             curves.stop_on_nan = curves.stop_on_nan or self.config["stop_on_nan"]
@@ -295,14 +291,20 @@ class CLI(LightningCLI):
             self.before_fit()
         elif self.trainer.is_global_zero and self.trainer.loggers and self.trainer.log_dir is not None:
             self.start.leftovers.watch(Path(self.trainer.log_dir))  # a command that is refused leaves no logs behind
+        if self.trainer.is_global_zero:
+            refuse_linked_logs(self.trainer)
+        predictions = None
+        if self.command == "predict" and self.trainer.is_global_zero:
+            predictions = Path(self.trainer.log_dir or self.trainer.default_root_dir) / "predictions.pt"
+            refuse_output("the predictions", predictions, {})  # before hours of work
         answer = getattr(self.trainer, self.command)(**self.command_arguments())
         if self.command == "fit":
             self.after_fit()
-        if self.command == "predict" and answer and self.trainer.is_global_zero:
-            path = Path(self.trainer.log_dir or self.trainer.default_root_dir) / "predictions.pt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(answer, path)
-            print(f"predictions of {len(answer)} batches: {path}")
+        if predictions is not None and answer:
+            predictions.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(predictions) as stream:
+                torch.save(answer, stream)
+            print(f"predictions of {len(answer)} batches: {predictions}")
 
     def command_arguments(self) -> dict[str, Any]:
         """What the method of the trainer gets."""
@@ -326,8 +328,7 @@ class CLI(LightningCLI):
 
     def _takes_next_version(self) -> bool:
         """Whether the first logger finds its version itself."""
-        loggers = self.config["trainer"]["logger"]
-        first = loggers[0] if isinstance(loggers, list) else loggers
+        first = next(iter(configuration.listed(self.config["trainer"]["logger"])), None)
         own = isinstance(next(iter(self.trainer.loggers), None), TensorBoardLogger | CSVLogger)
         return own and self.folder is None and getattr(first, "init_args", {}).get("version") is None
 
@@ -338,14 +339,14 @@ def main(command: str, arguments: list[str]) -> None:
 
 
 def parsed(arguments: list[str] | Config, command: str = "", **options: Any) -> CLI:
-    """Parses a command line or a configuration, and runs its command, if there is one. For the options see `opened`."""
-    with opened(arguments, command, **options) as cli:
+    """Parses a command line or a configuration, and runs its command, if there is one. For options see `open_cli`."""
+    with open_cli(arguments, command, **options) as cli:
         if command:
             cli.run()
     return cli
 
 
-def described(arguments: list[str], command: str) -> tuple[Config, CLI]:
+def load_configuration(arguments: list[str], command: str) -> tuple[Config, CLI]:
     """The whole configuration of a command line with all defaults, and the objects that were made of it.
 
     They are made so that a class that refuses its arguments does so now.
@@ -370,19 +371,25 @@ def refuse_optimizer(module: Growable, trainer: Trainer) -> None:
         refuse_absolute_rates(module.lr_scheduler_callable(optimizer))
 
 
+def refuse_linked_logs(trainer: Trainer) -> None:
+    """Raises a UserError for a link where a logger of Lightning opens a file, because it would write through it."""
+    for folder in (getattr(logger, "log_dir", None) for logger in trainer.loggers):
+        if folder is not None and not is_remote(folder):
+            refuse_links(Path(folder), "hparams.yaml", "metrics.csv")
+
+
 def refuse_growths(module: Growable, trainer: Trainer) -> None:
     """Raises a UserError for growths of the configuration that a new run cannot make."""
     before = module.size
     for callback in swaps_of(trainer):
-        callback.refuse_smaller(before)
         after = callback.size_after(before)
-        if is_smaller(before, after):
-            callback.planned(module, before)
+        if after != before:
+            plan_growth(callback, module, before)
         before = after
 
 
 @contextmanager
-def opened(
+def open_cli(
     arguments: list[str] | Config,
     command: str = "",
     *,
@@ -394,7 +401,7 @@ def opened(
     Its command, if any, is run inside of the context. A mistake in the configuration is a UserError. An error after the
     first step is raised unchanged.
     """
-    import_classes(words_in(arguments))
+    import_classes()
     quieten()
     # such as the default of Timer's `interval`
     yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(str(value.value)))
@@ -442,43 +449,13 @@ def opened(
         start.release()
 
 
-def words_in(arguments: list[str] | Config) -> set[str] | None:
-    """The words of a configuration, or of a command line and its files, among them names of classes.
-
-    None if it asks for help about all.
-
-    Raises a UserError for a file of --config that is not YAML with keys, or stands for too many values.
-    """
-    texts = arguments if isinstance(arguments, list) else [str(arguments)]
-    for _, file in given(texts, "--config"):
-        if Path(file).is_file():
-            with prefix_errors("config"):
-                content = read_yaml(Path(file))
-            if not isinstance(content, dict):
-                raise UserError(
-                    f"config: give a YAML file with keys (model:, data:, trainer:), got {content or 'nothing'}"
-                )
-            texts = [*texts, Path(file).read_text()]
-    words = {word for text in texts for word in re.findall(r"\w+", text)}
-    return None if words & {"help", "h"} else words
-
-
-def import_classes(named: set[str] | None = None) -> None:
-    """Imports the classes that a configuration can name without their import path; only those `named`, if given."""
+def import_classes() -> None:
+    """Imports the classes that a configuration can name without their import path."""
     with without_collections():
-        for module, classes in classes_by_module().items():
-            if named is None or not named.isdisjoint(classes):
-                importlib.import_module(module)
-
-
-@cache
-def classes_by_module() -> dict[str, list[str]]:
-    """The names of the classes in each module of models, data and callbacks, none of which is imported for that."""
-    return {
-        f"{package.__name__}.{path.stem}": re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
-        for package in (models, datamodules, callbacks)
-        for path in sorted(Path(package.__path__[0]).glob("*.py"))
-    }
+        for package in (models, datamodules, callbacks):
+            for path in sorted(Path(package.__path__[0]).glob("*.py")):
+                if path.stem not in ("__init__", "stacked"):  # which sweeps make themselves
+                    importlib.import_module(f"{package.__name__}.{path.stem}")
 
 
 def short_names(kind: type[Any]) -> set[str]:
@@ -501,15 +478,15 @@ def with_callback_args(config: Any) -> list[dict[str, Any]]:
     answer = [callback.as_dict() for callback in configuration.listed(config["trainer"]["callbacks"])]
     for name, arguments in config["callback_args"].items():
         named = [callback for callback in answer if callback["class_path"].rpartition(".")[2] == name]
-        if not named:
+        if not named and answer:  # of a run without callbacks, such as one from scratch, nothing is changed
             raise UserError(f"callback_args.{name}: there is no {name} in trainer.callbacks")
         of_each = arguments if isinstance(arguments, list) else [arguments] * len(named)
-        if len(of_each) != len(named):
+        if named and len(of_each) != len(named):
             raise UserError(
                 f"callback_args.{name}: a list for {len(of_each)} callbacks, but trainer.callbacks has {len(named)}; "
                 "give one entry for each"
             )
-        for callback, own in zip(named, of_each, strict=True):
+        for callback, own in zip(named, of_each, strict=False):
             callback["init_args"] = callback.get("init_args", {}) | own
     return answer
 

@@ -1,23 +1,23 @@
-"""A whole configuration as plain values: finds keys, compares two, refuses what does not work, derives similar ones.
+"""A whole configuration as plain values: finds keys, compares two, refuses what does not work.
 
 Loads torch and Lightning only to refuse options of a run.
 """
 
 import math
 import os
-import tempfile
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
+from datetime import timedelta
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from mupscale.data_files import json_of, read_yaml, yaml_of
-from mupscale.errors import UserError
+from mupscale.commands.process import refuse_output_folder
+from mupscale.data_files import json_of, read_text, read_yaml, yaml_of
+from mupscale.errors import UserError, prefix_errors, refuse_unless_whole
 
 Config = dict[str, Any]
 """A whole configuration, as plain dictionaries and lists, with every default written out."""
@@ -32,7 +32,7 @@ MOST_DIFFERENCES = 4
 # --- keys
 
 
-def at(config: Config, point: Point) -> Config:
+def apply_point(config: Config, point: Point) -> Config:
     answer = deepcopy(config)
     for key, value in point.items():
         for node, parts in places(answer, key):
@@ -49,7 +49,7 @@ def places(config: Config, key: str) -> list[tuple[Config, list[str]]]:
     first, rest = callback_key(key)
     if first in config:
         return [(config, whole_key(config, key.split("."), key))]
-    found = callbacks_of(config, first)
+    found = configured_callbacks(config, first)
     if not found or not rest or rest[0] == "class_path":
         classes = sorted({class_name(callback) for callback in config["trainer"]["callbacks"] or []})
         raise UserError(
@@ -65,7 +65,7 @@ def callback_key(key: str) -> tuple[str, list[str]]:
     return first, rest[1:] if rest[:1] == ["init_args"] else rest
 
 
-def callbacks_of(config: Config, name: str) -> list[Config]:
+def configured_callbacks(config: Config, name: str) -> list[Config]:
     return [callback for callback in config["trainer"]["callbacks"] or [] if class_name(callback) == name]
 
 
@@ -103,7 +103,7 @@ def put(node: Config, parts: list[str], value: Any) -> None:
 # --- command lines
 
 
-def given(arguments: list[str], *options: str) -> Iterator[tuple[str, str]]:
+def option_values(arguments: list[str], *options: str) -> Iterator[tuple[str, str]]:
     """Those of the options that a command line has, each with its value: `--config FILE`, or `--config=FILE`."""
     for before, argument in pairwise(["", *arguments]):
         name, equals, value = argument.partition("=")
@@ -116,17 +116,27 @@ def given(arguments: list[str], *options: str) -> Iterator[tuple[str, str]]:
 def with_merged_callback_args(arguments: list[str]) -> list[str]:
     """A command line in which the `callback_args` of its options and files are merged: later ones would replace all.
 
-    So best.yaml, which has the tuned ones, keeps what the command line of a sweep says of the others.
+    So best.yaml, which has the tuned ones, keeps what the command line of a sweep says of the others. Raises a
+    UserError for a file of --config that is not YAML with keys, or stands for too many values.
     """
     merged: Config = {}
     count = 0
-    for option, value in given(arguments, "--config", "--callback_args"):
-        with suppress(UserError, ValueError, yaml.YAMLError):  # the parser says what is wrong with it
-            is_file = option == "--config"
-            content = dictionary(read_yaml(Path(value))).get("callback_args") if is_file else yaml_of(value)
-            count += bool(content)
-            for name, own in dictionary(content).items():
-                merged[name] = _merged(merged.get(name, {}), own)
+    for option, value in option_values(arguments, "--config", "--callback_args"):
+        content: Any = None
+        if option == "--callback_args":
+            with suppress(ValueError, yaml.YAMLError):  # the parser says what is wrong with it
+                content = yaml_of(value)
+        elif Path(value).is_file():
+            with prefix_errors("config"):
+                whole = read_yaml(Path(value))
+            if not isinstance(whole, dict):
+                raise UserError(
+                    f"config: give a YAML file with keys (model:, data:, trainer:), got {whole or 'nothing'}"
+                )
+            content = whole.get("callback_args")
+        count += bool(content)
+        for name, own in dictionary(content).items():
+            merged[name] = _merged(merged.get(name, {}), own)
     if count < 2:
         return arguments
     return [*arguments, f"--callback_args={yaml.safe_dump(merged, default_flow_style=True)}"]
@@ -170,19 +180,10 @@ def labels(keys: Sequence[str]) -> dict[str, str]:
     return answer
 
 
-@contextmanager
-def temporary_file(config: Config) -> Iterator[str]:
-    """The path of a YAML file with a configuration, which is deleted in the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
-        yield str(path)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file that a command wrote. Raises a UserError if it is damaged."""
     try:
-        content = json_of(path.read_text())
+        content = json_of(read_text(path))
         if not isinstance(content, dict) or not content:
             raise UserError(f"it holds {content!r}")
         return content
@@ -195,7 +196,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def refuse_difference(there: dict[str, Any], here: dict[str, Any], what: str) -> None:
     """Raises a UserError with the settings that differ, if any do; it starts with `what`."""
-    found = differences(there, here)
+    found = differing_keys(there, here)
     if not found:
         return
     listed = [f"{key.removeprefix('config.')} is {a!r} there and {b!r} here" for key, a, b in found[:MOST_DIFFERENCES]]
@@ -204,16 +205,16 @@ def refuse_difference(there: dict[str, Any], here: dict[str, Any], what: str) ->
     raise UserError(f"{what}: {'; '.join(listed)}. Choose another folder with --out, or delete that one")
 
 
-def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+def differing_keys(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, Any]]:
     """The keys under which two nested values differ, each with both values."""
     found: list[tuple[str, Any, Any]] = []
     if isinstance(there, dict) and isinstance(here, dict):
         for name in {**there, **here}:
-            found += differences(there.get(name), here.get(name), f"{key}.{name}".removeprefix("."))
+            found += differing_keys(there.get(name), here.get(name), f"{key}.{name}".removeprefix("."))
         return found
     if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         for index, (a, b) in enumerate(zip(there, here, strict=True)):
-            found += differences(a, b, f"{key}.{index}")
+            found += differing_keys(a, b, f"{key}.{index}")
         return found
     return [] if there == here else [(key, there, here)]
 
@@ -228,114 +229,65 @@ def number_in(value: Any) -> Any:
     return value
 
 
-# --- options and numbers that do not work in the runs of this project: the reason and the remedy
+# --- options that Lightning does not check
 
 
 LEAST = {
     "accumulate_grad_batches": 1,
     "check_val_every_n_epoch": 1,
     "log_every_n_steps": 0,
-    "devices": -1,
     "gradient_clip_val": 0,
 }
-"""Options of the trainer that Lightning does not check, and the least value that it can run with."""
+"""Options of the trainer, and the least value that a run can have."""
 
 
 def refuse_options(trainer: Any) -> None:
     """Raises a UserError for options and callbacks of the trainer's configuration that do not work in a run."""
-    from lightning.pytorch.callbacks import WeightAveraging
+    from lightning.pytorch.callbacks import Timer, WeightAveraging
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
     from mupscale.callbacks.swap import refuse_callbacks
+    from mupscale.models._lightning import is_remote
 
-    if trainer.get("barebones"):
-        raise UserError(
-            "trainer.barebones: true does not work here: it forbids the checkpoints and logs by which a run is resumed "
-            "and compared; for speed: --loop.cuda_graph true, a larger --trainer.log_every_n_steps, "
-            "--trainer.enable_progress_bar false"
-        )
-    if trainer.get("enable_checkpointing") is False:
-        raise UserError(
-            "trainer.enable_checkpointing: false does not work here: without checkpoints a run cannot be resumed, nor "
-            "saved before an upscale; to save at the end alone: --checkpoint.every_n_train_steps 1000000000"
-        )
     if any(isinstance(plugin, AsyncCheckpointIO) for plugin in listed(trainer.get("plugins"))):
-        raise UserError(
-            "trainer.plugins: AsyncCheckpointIO does not work here: it reports a checkpoint as written before it is, "
-            "so that older ones are deleted too early; leave it out"
-        )
-    for key in ("max_steps", "max_epochs", "limit_train_batches"):
-        value = trainer.get(key)
-        if value == 0 and not isinstance(value, bool):
-            raise UserError(f"trainer.{key} = {value}: the run would train nothing; give a larger number")
+        raise UserError("trainer.plugins: leave AsyncCheckpointIO out; it deletes older checkpoints too early")
     for key, least in LEAST.items():
         given = trainer.get(key)
-        number = int(given) if isinstance(given, str) and given.removeprefix("-").isdecimal() else given
-        if isinstance(number, int | float) and number < least:
+        if isinstance(given, int | float) and given < least:
             raise UserError(f"trainer.{key} must be at least {least:g}, got {given}")
     interval = trainer.get("val_check_interval")
     if isinstance(interval, int | float) and interval <= 0:
         raise UserError(f"trainer.val_check_interval must be above 0, got {interval}")
-    refuse_callbacks(listed(trainer.get("callbacks")))
-    if is_sharding(trainer.get("strategy")):
-        for callback in listed(trainer.get("callbacks")):
-            if isinstance(callback, WeightAveraging):
-                raise UserError(
-                    f"trainer.callbacks: {type(callback).__name__} does not work under trainer.strategy: fsdp2, "
-                    "because it copies the model, and shards cannot be copied; use trainer.strategy: ddp, or leave it "
-                    "out"
-                )
+    callbacks, limit = listed(trainer.get("callbacks")), trainer.get("max_time")
+    refuse_callbacks(callbacks)
+    for key in ("max_steps", "max_epochs", "limit_train_batches"):
+        if trainer.get(key) in (0, "0") and trainer.get(key) is not False:
+            raise UserError(f"trainer.{key} = 0: the run would train nothing; give a larger number")
+    for timer in (*callbacks, *([] if limit is None else [Timer(limit)])):
+        left = timer.time_remaining() if isinstance(timer, Timer) else None
+        if left is not None and left <= 0:
+            key = "trainer.callbacks: Timer.duration" if timer in callbacks else "trainer.max_time"
+            raise UserError(f"{key} = {timedelta(seconds=left)}: the run would train nothing; give a longer time")
+    for each in (*listed(trainer.get("profiler")), *callbacks):
+        if isinstance(folder := getattr(each, "dirpath", None), str | Path) and folder and not is_remote(folder):
+            refuse_output_folder(f"trainer: {type(each).__name__}.dirpath", Path(folder))
+    for callback in callbacks if is_sharding(trainer.get("strategy")) else ():
+        if isinstance(callback, WeightAveraging):
+            name = type(callback).__name__
+            raise UserError(f"trainer.callbacks: {name} cannot copy the shards of fsdp2; use trainer.strategy: ddp")
 
 
-def refuse_processes(trainer: Any) -> None:
-    """Raises a UserError if torchrun has started another number of processes than the trainer's configuration says.
-
-    UserError also for several nodes without anything that could have started the others: the run would wait for them;
-    and for more devices of a CPU than it has cores: each of them would be a process of this run.
-    """
-    import torch
+def refuse_nodes(trainer: Any) -> None:
+    """Raises a UserError for several nodes where nothing could have started the others: the run would wait for them."""
     from lightning.fabric.plugins import environments
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _refuse_other_processes(trainer)
-    launchers = (
-        environments.LSFEnvironment,
-        environments.MPIEnvironment,
-        environments.SLURMEnvironment,
-        environments.TorchElasticEnvironment,
-    )
-    if "MASTER_ADDR" in os.environ or any(kind.detect() for kind in launchers):
-        return
+    kinds = (getattr(environments, f"{name}Environment") for name in ("LSF", "MPI", "SLURM", "TorchElastic"))
     nodes = trainer.get("num_nodes") or 1
-    if nodes > 1:
+    if nodes > 1 and "MASTER_ADDR" not in os.environ and not any(kind.detect() for kind in kinds):
         raise UserError(
             f"trainer.num_nodes = {nodes}, but neither torchrun nor srun has started this process: start the same "
             "command with one of them on each node, or set --trainer.num_nodes=1"
         )
-    devices, cores = str(trainer.get("devices")), len(os.sched_getaffinity(0))
-    has_others = torch.cuda.is_available() or torch.backends.mps.is_available()
-    is_cpu = trainer.get("accelerator") == "cpu" or (trainer.get("accelerator") == "auto" and not has_others)
-    if is_cpu and devices.isdecimal() and int(devices) > max(2, cores):
-        raise UserError(
-            f"trainer.devices = {devices}: on a CPU each device is a process, and this one has {cores} cores; give at "
-            f"most {max(2, cores)}"
-        )
-
-
-def _refuse_other_processes(trainer: Any) -> None:
-    here, everywhere = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    started = {"devices": (here, "--nproc-per-node"), "num_nodes": (everywhere // here, "--nnodes")}
-    for key, (count, option) in started.items():
-        given = trainer.get(key)
-        if given in ("auto", -1, "-1") and trainer.get("accelerator") != "cpu":
-            continue  # all that there are
-        wanted = 1 if given == "auto" else len(given) if isinstance(given, list) else given
-        if str(wanted) != str(count):
-            what = "processes on this machine" if key == "devices" else "machines"
-            raise UserError(
-                f"trainer.{key} = {given}, but torchrun has started {count} {what}: set --trainer.{key}={count}, or "
-                f"start torchrun with {option}={wanted}"
-            )
 
 
 def is_sharding(strategy: Any) -> bool:
@@ -362,13 +314,15 @@ def refuse_sections(config: Any) -> None:
     seed = config["seed_everything"]
     if not isinstance(seed, bool | None) and not 0 <= seed < 2**32:
         raise UserError(f"seed_everything must be a whole number from 0 to {2**32 - 1}, got {seed}")
+    for logger in listed(config["trainer"].get("logger")):
+        every = (getattr(logger, "init_args", None) or {}).get("flush_logs_every_n_steps")
+        if every is not None:
+            refuse_unless_whole("trainer.logger.flush_logs_every_n_steps", every)
     schedule = (config.get("model.init_args") or {}).get("lr_scheduler")
     for key, value in (getattr(schedule, "init_args", None) or {}).items():
         if any(isinstance(number, float) and not math.isfinite(number) for number in listed(value)):
             raise UserError(f"model.lr_scheduler.{key} must be a finite number, got {value}")
 
-
-# --- similar configurations: the first is parsed, which takes most of the start-up time of a run
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's, where PyYAML was built with it: the same text, many times as fast."""
@@ -376,54 +330,3 @@ _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 def dump(config: Config) -> str:
     return str(yaml.dump(config, sort_keys=False, Dumper=_DUMPER))
-
-
-class Parsed(NamedTuple):
-    """A configuration of `fit`: as it was given, as it was parsed, and that with all defaults as plain values."""
-
-    plain: Config
-    config: Any
-    saved: Config
-
-
-known: deque[Parsed] = deque(maxlen=16)
-"""What this process has parsed last, and may derive others from."""
-
-
-def derive(plain: Config) -> Parsed | None:
-    """What parsing a configuration would give; None if it must be parsed."""
-    for first in known:
-        with suppress(KeyError, TypeError):
-            changes = list(_changes(first.plain, plain))
-            answer = deepcopy(first)
-            for keys, before, after in changes:
-                _put(answer.config, keys, before, after)
-                _put(answer.saved, keys, before, after)
-            return answer._replace(plain=plain)
-    return None
-
-
-def _changes(before: Any, after: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    """The values that differ, and the keys that lead to them. Raises a KeyError or a TypeError if one must be parsed.
-
-    Another class has other arguments, a text may stand for something that is not a text, and 1 batch is not 1.0, which
-    means all.
-    """
-    if type(before) is not type(after) or len(before) != len(after):
-        raise TypeError(after)
-    for key in after if isinstance(after, dict) else range(len(after)):
-        old, new = before[key], after[key]
-        if isinstance(new, dict | list):
-            yield from _changes(old, new, (*keys, key))
-        elif repr(old) != repr(new):
-            if type(old) is not type(new) or key == "class_path":
-                raise TypeError(new)
-            yield (*keys, key), old, new
-
-
-def _put(made: Any, keys: tuple[Any, ...], before: Any, after: Any) -> None:
-    for key in keys[:-1]:
-        made = made[key]
-    if made[keys[-1]] != before:
-        raise TypeError(before)
-    made[keys[-1]] = after

@@ -1,4 +1,4 @@
-"""A configuration without a run: its values, model, data and trainer, its scheduled upscales, its optimizers."""
+"""A configuration without a run: its values, model, data and trainer, its scheduled growths, its optimizers."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -10,9 +10,10 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from mupscale.callbacks.swap import refuse_shared_rates
+from mupscale.callbacks.growth_schedule import refuse_shared_rates
 from mupscale.callbacks.upscale import swaps_of
 from mupscale.commands.cli import parsed, refuse_optimizer
+from mupscale.commands.growth_plans import check_growth, plan_growth, undeclared_lists
 from mupscale.errors import UserError, prefix_errors
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models._lightning import optimizers_of, schedulers_of
@@ -42,8 +43,8 @@ def first_batches(module: Growable, data: LightningDataModule, count: int) -> li
     return list(islice(iter(data.train_dataloader()), count))
 
 
-class Growth(NamedTuple):
-    """An upscale that a configuration schedules: its sizes, its method, its plan, and how layers are added.
+class ConfiguredGrowth(NamedTuple):
+    """A growth that a configuration schedules: its sizes, its method, its plan, and how layers are added.
 
     `residual` has what makes new layers add nothing, where their class does not declare it.
     """
@@ -65,8 +66,8 @@ def refuse_optimizers(module: Growable, trainer: Trainer) -> None:
         refuse_bad_hyperparameters(optimizer, trainer)
 
 
-def growths(module: Growable, trainer: Trainer, data: LightningDataModule) -> list[Growth]:
-    """The scheduled upscales, in order; without any, a doubling.
+def growths(module: Growable, trainer: Trainer, data: LightningDataModule) -> list[ConfiguredGrowth]:
+    """The scheduled growths, in order; without any, a doubling.
 
     What makes new layers add nothing is found with the first batch, as in `fit`, where their class does not declare it.
     UserError for what `fit` refuses of the schedule, the noise and the optimizer.
@@ -75,22 +76,27 @@ def growths(module: Growable, trainer: Trainer, data: LightningDataModule) -> li
     sizes = [module.size]
     for callback in scheduled:
         callback.refuse_step(trainer)
-        callback.refuse_smaller(sizes[-1])
         sizes.append(callback.size_after(sizes[-1]))
     with torch.random.fork_rng(devices=[]):
         refuse_optimizers(module, trainer)
     if scheduled:
         found = []
         for (before, after), callback in zip(pairwise(sizes), scheduled, strict=True):
-            if callback.undeclared(module, before):
-                callback.probe(module, before, first_batches(module, data, 1)[0])
+            residual: Mapping[str, float] = {}
+            plan = plan_growth(callback, module, before)
+            with torch.random.fork_rng(devices=[]):
+                narrow, wide = (module.network(*size, meta=True) for size in (before, after))
+            if undeclared_lists(narrow, wide, callback.depth):
+                batch = first_batches(module, data, 1)[0]
+                with prefix_errors(f"UpscaleCallback.{callback.recipe}"):
+                    residual = check_growth(module, before, after, batch, callback.depth)[0].residual
+                plan = plan_growth(callback, module, before, residual)
             depth = callback.depth if before.layers != after.layers else None
-            plan = callback.planned(module, before)
-            found.append(Growth(before, after, callback.method, plan, depth, callback.residual))
+            found.append(ConfiguredGrowth(before, after, callback.method, plan, depth, residual))
         return found
     before, after, method = module.size, module.size._replace(width=doubled(module.width)), Duplication()
     plan = method.plan(module.network(*before, meta=True), module.network(*after, meta=True))
-    return [Growth(before, after, method, plan, None, {})]
+    return [ConfiguredGrowth(before, after, method, plan, None, {})]
 
 
 class Made(NamedTuple):
@@ -123,9 +129,9 @@ def refuse_own_rates(module: Growable, narrow: nn.Module, wide: nn.Module, plan:
         return
     with prefix_errors(f"{type(module).__name__}.configure_optimizers"):
         for before, after in zip(made.optimizers, grown.optimizers, strict=False):
-            continued = Continuation(plan, narrow, before, wide, method.mup_rates).groups()
+            continued = Continuation(plan, narrow, before, wide, method.rates).groups()
             refuse_uneven_groups(continued, wide, after)
-    refuse_shared_rates(module, narrow, made.schedulers, plan, method.mup_rates)
+    refuse_shared_rates(module, narrow, made.schedulers, plan, method.rates)
 
 
 def optimizers_of_copies(

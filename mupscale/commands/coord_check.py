@@ -1,10 +1,11 @@
 """coord-check: check whether activations and their updates keep their scale as the width, or the depth, grows.
 
-Over widths, the check covers training from initialisation, and training across an upscale.
+Over widths, the check covers training from initialisation, and training across a growth.
 """
 
 import argparse
 import csv
+import io
 import math
 from pathlib import Path
 from textwrap import fill
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import tree_map
+from mupscale.atomic import replacing, write_text
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
 from mupscale.commands import figures
 from mupscale.commands.process import ArgumentParser, progress_bar, refuse_output_folder, show
@@ -37,7 +39,7 @@ def main(command: str, arguments: list[str]) -> int:
     sizes.add_argument("--widths", type=numbers, metavar="N,N,N", help="at least three widths, such as 64,128,256,512")
     sizes.add_argument("--layers", type=numbers, metavar="N,N,N", help="at least three depths, such as 2,4,8,16")
     parser.add_argument(
-        "--steps", type=int, default=4, help="training steps before the upscale, and as many after it (default 4)"
+        "--steps", type=int, default=4, help="training steps before the growth, and as many after it (default 4)"
     )
     parser.add_argument(
         "--seeds", type=int, default=3, help="the number of networks per width to average over (default 3)"
@@ -55,7 +57,7 @@ def main(command: str, arguments: list[str]) -> int:
     with needs_extra("plot"):
         import matplotlib  # noqa: F401
     refuse_output_folder("--out", options.out)
-    check = checked(command, configuration, options)
+    check = run_check(command, configuration, options)
     options.out.mkdir(parents=True, exist_ok=True)
     show(check)
     write_sizes(check, options.out / "coord_check.csv")
@@ -71,13 +73,13 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def checked(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
+def run_check(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
     """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
     from mupscale.callbacks.upscale import swaps_of
     from mupscale.commands.configured import begin_rates, configured, first_batches
+    from mupscale.commands.growth_plans import LossBySize
     from mupscale.models._lightning import optimizers_of
     from mupscale.models.checkpoint import Size
-    from mupscale.models.growth_check import LossBySize
 
     module, data, trainer = configured(command, configuration, __doc__)
     if options.layers and not module.builds_layers:
@@ -108,7 +110,7 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
             steps=options.steps,
             seeds=options.seeds,
             batches=tree_map(lambda x: x[:ROWS] if isinstance(x, Tensor) and x.ndim else x, batches),
-            noise=scheduled[0].noise if scheduled else DEFAULT_NOISE,
+            noise=scheduled[0].noise if scheduled and scheduled[0].noise != "auto" else DEFAULT_NOISE,
             clip=trainer.gradient_clip_val,
             axis="depth" if options.layers else "width",
             watch=status,
@@ -116,13 +118,14 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
 
 
 def write_sizes(check: CoordCheck, path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["scan", "layer", check.axis, "step", "output", "update"])
-        for scan in check.scans:
-            for layer in check.layers:
-                for width, steps in zip(scan.widths, scan.mean(layer).tolist(), strict=True):
-                    writer.writerows([scan.name, layer, width, step, *size] for step, size in enumerate(steps))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["scan", "layer", check.axis, "step", "output", "update"])
+    for scan in check.scans:
+        for layer in check.layers:
+            for width, steps in zip(scan.widths, scan.mean(layer).tolist(), strict=True):
+                writer.writerows([scan.name, layer, width, step, *size] for step, size in enumerate(steps))
+    write_text(path, text.getvalue())
 
 
 def draw(check: CoordCheck, path: Path) -> None:
@@ -158,4 +161,5 @@ def draw(check: CoordCheck, path: Path) -> None:
     handles = {name: line for ax in axes for line, name in zip(*ax.get_legend_handles_labels(), strict=True)}
     names = [layer for layer in layers if layer in handles]  # a layer whose outputs begin at zero has a change only
     drawn.legend([handles[name] for name in names], names, loc="outside right center", frameon=False, fontsize=7)
-    drawn.savefig(path, dpi=100)
+    with replacing(path) as stream:
+        drawn.savefig(stream, format="png", dpi=100)

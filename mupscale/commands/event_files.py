@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mupscale.data_files import inside
+from mupscale.errors import is_whole
 from mupscale.flops import LOGGED
 
 LOSS = "train/loss"
 VALIDATION = "val/"
 FLOPS = "x_axis_flops/train/loss"
-SAMPLES = "x_axis_samples/"
+SAMPLES = "x_axis_samples/train/loss"
 """TensorBoard tags, and beginnings of tags."""
 
 Curve = dict[int, float]
@@ -26,12 +27,13 @@ class Log:
 
     loss: Curve = field(default_factory=dict)
     flops: Curve = field(default_factory=dict)
+    samples: Curve = field(default_factory=dict)
     validation: dict[str, Curve] = field(default_factory=lambda: defaultdict(dict))
     damaged: bool = False
 
     def cut(self, step: int) -> None:
         """Drops what was logged from a step on."""
-        for curve in (self.loss, self.flops, *self.validation.values()):
+        for curve in (self.loss, self.flops, self.samples, *self.validation.values()):
             for late in [each for each in curve if each >= step]:
                 del curve[late]
 
@@ -42,10 +44,14 @@ def read_log(folder: Path) -> Log:
 
     log = Log()
     for path in sorted(folder.glob("events.out.tfevents.*"), key=numbers_in_name):
-        inside(folder, path.name)
+        if not inside(folder, path.name).is_file():  # a pipe would never end
+            log.damaged = True
+            continue
         step = None
         try:
             for tag, at, value in scalars(path):
+                if not is_whole(at, 0):
+                    raise DecodeError("a step that no run reaches")
                 if tag == LOSS:
                     if step is None:  # a resumed run has logged some steps twice: the later file counts
                         log.cut(at + 1)
@@ -53,6 +59,8 @@ def read_log(folder: Path) -> Log:
                     log.loss[step] = value
                 elif tag == FLOPS and step is not None:  # logged right after the loss, at the FLOPs of its step
                     log.flops[step] = float(at * LOGGED)
+                elif tag == SAMPLES and step is not None:
+                    log.samples[step] = float(at)
                 elif tag.startswith(VALIDATION):
                     log.validation[tag][at + 1] = value
         except (struct.error, OverflowError, DecodeError):
@@ -75,13 +83,13 @@ def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-    wanted = [tag.encode() for tag in (LOSS, VALIDATION)]  # the tags of FLOPs contain LOSS
+    wanted = [tag.encode() for tag in (LOSS, VALIDATION)]  # the tags of FLOPs and samples contain LOSS
     content, at = path.read_bytes(), 0
     while at < len(content):
         (length,) = struct.unpack_from("<Q", content, at)
         end = at + 12 + length
         record, (checksum,) = content[at + 12 : end], struct.unpack_from("<I", content, end)
-        if any(tag in record for tag in wanted) and SAMPLES.encode() not in record:
+        if any(tag in record for tag in wanted):
             event = Event.FromString(record)
             if checksum != masked_crc32c(record):
                 raise DecodeError("another checksum")

@@ -1,103 +1,352 @@
-"""experiment: run the experiment that a YAML file describes, by one of three protocols.
+"""experiment: run the paper's procedure, which a YAML file describes: tune small, grow large, compare.
 
-Protocol upscale, the paper's: tune a small base model; train the large base and the baseline with the best values; tune
-a small growth; grow the large base with the best values, for several seeds; write a report. Protocol transfer: check
-whether the best hyperparameters of upscaled runs stay the same as the width grows. Protocol midrun: compare growing
-during a run with fixed widths, at equal FLOPs and at equal time.
+It is a list of sweeps: of the learning rate at a small width; of the growth of the best of these models; and, with the
+best values of both and several seeds, base models, their growth, and the same size from scratch. Then it writes a
+report. The scripts in experiments/ ask other questions with the same functions.
 
 All state is in the folder --out. To continue an interrupted experiment, run the same command again.
 """
 
 import argparse
-import shlex
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from mupscale.commands.lab.execution import add_options, goes_on_when_repeated, open_driver, refuse_options
-from mupscale.commands.process import ArgumentParser, columns, paint, without_collections
-from mupscale.errors import needs_extra
-from mupscale.text_tables import table
+import yaml
 
-if TYPE_CHECKING:
-    from mupscale.commands.lab.protocols import Experiment
+from mupscale.atomic import write_text
+from mupscale.commands import sweep
+from mupscale.commands.config import Config, read_json, refuse_difference
+from mupscale.commands.lab.execution import add_options, goes_on_when_repeated, refuse_options
+from mupscale.commands.process import ArgumentParser, command_line, without_collections
+from mupscale.commands.widths import Size, SizePair, growth_of, model_size
+from mupscale.data_files import DECIMAL, interpreting, read_yaml
+from mupscale.errors import UserError, needs_extra, prefix_errors
+from mupscale.text_tables import read_csv
 
 EPILOG = """All other options are those of fit, and override the configuration of every run (--data.data_dir=…,
 --trainer.max_epochs=40). More in docs/experiments.md."""
 
-QUICK_HELP = """test the experiment in minutes on a CPU, with small widths, few steps and trials, and embedded or random
-data; the results are no evidence (default --out runs/experiments/NAME-quick)"""
+REQUIRED = ("config", "small", "target", "seeds", "noise", "sweep_2")
+OPTIONAL = ("metric", "sweep_1", "upscaled")
+WAIT = 5.0
+"""Seconds between looks at what other parts have finished."""
+
+Axes = dict[str, list[Any] | str]
+"""The values of each key, or LOW:HIGH:N."""
 
 
-def main(command: str, arguments: list[str]) -> None:
-    options, rest = parser().own_and_other(arguments)
-    refuse_options(options)
-    with needs_extra("experiment"), without_collections():
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    with goes_on_when_repeated():
-        experiment(options, rest, arguments)
+# --- sweeps in a folder
 
 
-def parser() -> ArgumentParser:
-    answer = ArgumentParser(
-        prog="python -m mupscale experiment",
-        usage="%(prog)s FILE [--out FOLDER] [--workers N | --ray ADDRESS] [--stack auto|N|off] [--plan] [--quick] …",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    answer.add_argument("file", type=Path, metavar="FILE", help="the YAML file of the experiment (configs/experiments)")
+@dataclass(frozen=True)
+class Swept:
+    """A sweep in its folder."""
+
+    folder: Path
+    seeds: list[int]
+    metric: str
+
+    @property
+    def best(self) -> Path | None:
+        """The file with the best values; None if there is none yet, or if all trials diverged."""
+        path = self.folder / "best.yaml"
+        return path if path.exists() else None
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        return read_csv(self.folder / "trials.csv")
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether it is finished, and all of its trials diverged."""
+        path = self.folder / "sweep.json"
+        total = read_json(path)["trials"] if path.exists() else math.inf
+        return len(self.rows) == total and all(row[self.metric] == "diverged" for row in self.rows)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.best is not None or self.has_diverged
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last checkpoint of the best trial. `{seed}` in it stands for the seed, if there are several."""
+        finite = [row for row in self.rows if row[self.metric] != "diverged"]
+        run = min(finite, key=lambda row: float(row[self.metric]))["run"]
+        if len(self.seeds) > 1:
+            run = run.replace(f"seed={self.seeds[0]}", "seed={seed}")
+        return self.folder / run / "checkpoints" / "last.ckpt"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Makes sweeps in a folder, each by the command `sweep`; the same call goes on with it, or returns what is there.
+
+    A study that `only_checks` makes none: it raises a UserError for one whose configuration `fit` would refuse.
+
+    >>> study = Study(Path("runs/depths"), ["configs/depth/mlp.yaml"])
+    >>> found = study.sweep("lr", {"model.optimizer.lr": "0.001:0.1:5"}, [0])  # doctest: +SKIP
+    >>> final = study.sweep("deep", {}, [0, 1, 2], {"model": {"init_args": {"layers": 8}}})  # doctest: +SKIP
+    """
+
+    out: Path
+    config: list[str | Config]
+    """Files and mappings, later ones override earlier ones."""
+    options: tuple[str, ...] = ()
+    """Of `fit`, for every run."""
+    how: tuple[str, ...] = ()
+    """Options of `sweep`: where runs are made."""
+    metric: str = "last_epoch"
+    only_checks: bool = False
+    checked: list[str] = field(default_factory=list)
+    """The names of the sweeps that a study which only checks was asked for."""
+
+    def sweep(self, name: str, axes: Axes, seeds: list[int], *layers: Config | Path | None) -> Swept:
+        """Makes a sweep over `axes` in the folder `name`, or, without axes, one run of each seed.
+
+        `layers` are mappings and files over the configuration; None is left out.
+        """
+        swept = Swept(self.out / name, seeds, self.metric)
+        if swept.is_finished and not self.only_checks:
+            return swept
+        files = [self._file(f"config-{index}", layer) for index, layer in enumerate(self.config)]
+        above = [self._file(f"{name}-{index}", layer) for index, layer in enumerate(layers) if layer]
+        of_fit = [*(f"--config={path}" for path in files), *self.options, *(f"--config={path}" for path in above)]
+        tables, seeded = [f"{key}={as_values(values)}" for key, values in axes.items()], ",".join(map(str, seeds))
+        of_sweep = [*(f"--sweep={table}" for table in tables), f"--seeds={seeded}", f"--metric={self.metric}"]
+        arguments = [*of_fit, *of_sweep, f"--out={swept.folder}", *self.how]
+        if self.only_checks:
+            with prefix_errors(name):
+                check(of_fit, tables, seeded)
+            self.checked.append(name)
+            return swept
+        print(f"{name}: {command_line('sweep', *arguments)}", flush=True)
+        try:
+            sweep.main("sweep", arguments)
+        except UserError:
+            if not swept.has_diverged:
+                raise
+            print(f"{name}: all trials diverged", flush=True)
+        while not swept.is_finished:  # other parts have runs left
+            time.sleep(WAIT)
+        return swept
+
+    def _file(self, name: str, layer: str | Path | Config) -> str:
+        """A file as it is; of a mapping, that in which it is written."""
+        if not isinstance(layer, dict):
+            return str(layer)
+        path = self.out / "configs" / f"{name.replace('/', '-')}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, yaml.safe_dump(layer, sort_keys=False))
+        return str(path)
+
+
+def as_values(values: list[Any] | str) -> str:
+    """Values as `--sweep` takes them."""
+    return values if isinstance(values, str) else ",".join(map(json.dumps, values))
+
+
+def check(of_fit: list[str], tables: list[str], seeds: str) -> None:
+    """Raises a UserError if `fit` would refuse the configuration, its growths, or a value of an axis."""
+    from mupscale.commands.cli import load_configuration, refuse_growths
+    from mupscale.commands.configured import refuse_optimizers
+    from mupscale.commands.lab.space import for_trials, parsed_axis, refuse_invalid, seeds_of
+
+    seeds_of(seeds)
+    config, cli = load_configuration(of_fit, "experiment")
+    refuse_growths(cli.model, cli.trainer)
+    refuse_optimizers(cli.model, cli.trainer)
+    refuse_invalid(for_trials(config), [parsed_axis(text) for text in tables], "the key")
+
+
+def of_size(size: Size) -> Config:
+    return {"model": {"init_args": model_size(size)}}
+
+
+def growing(growth: SizePair, init_from: Path | None, at_step: int = 0, **arguments: Any) -> Config:
+    """The configuration of a run that grows, from a checkpoint if one is named; `arguments` are the callback's."""
+    after = growth.after if isinstance(growth.after, dict) else {"width": growth.after}
+    swap = {"class_path": "UpscaleCallback", "init_args": {"at_step": at_step, **after, **arguments}}
+    model = {**model_size(growth.before), **({"init_from": str(init_from)} if init_from else {})}
+    return {"model": {"init_args": model}, "trainer": {"callbacks+": [swap]}}
+
+
+# --- the paper's procedure
+
+
+def procedure(study: Study, content: dict[str, Any]) -> None:
+    """Makes the sweeps of the paper's procedure, whose keys are those of the YAML file."""
+    begun = begin(study, content)
+    grow(study, content, begun)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What growths start from: the small model that was tuned, the bases of all seeds, and the best values."""
+
+    small: Path
+    base: Path
+    tuned: Path | None
+
+
+def begin(study: Study, content: dict[str, Any]) -> Begun:
+    """Makes sweep 1, or one small model without it, the bases, and the target from scratch."""
+    small, target = growths_of(content)
+    seeds, first = content["seeds"], of_size(small.before)
+    if content.get("sweep_1"):
+        tuner = study.sweep("sweep_1", content["sweep_1"], seeds[:1], first)
+        tuned = tuner.best
+    else:
+        tuner, tuned = study.sweep("small_base", {}, seeds[:1], first), None
+    base = study.sweep("base", {}, seeds, of_size(target.before), tuned)
+    for part in (tuner, base):
+        refuse_diverged(part)
+    study.sweep("scratch", {}, seeds, of_size(target.after), tuned)
+    return Begun(checkpoint_of(study, tuner), checkpoint_of(study, base), tuned)
+
+
+def grow(study: Study, content: dict[str, Any], begun: Begun, name: str = "", **arguments: Any) -> Swept | None:
+    """Makes sweep 2, and the growth of every base with its best values; None if all trials of the sweep diverged.
+
+    `name` and `arguments` of the callback are those of a growth method, where several are compared.
+    """
+    small, target = growths_of(content)
+    seeds, upscaled, arguments = content["seeds"], content.get("upscaled"), {"noise": content["noise"], **arguments}
+    above = begun.tuned, upscaled
+    sweep_2, last = (f"{part}/{name}".removesuffix("/") for part in ("sweep_2", "upscale"))
+    found = study.sweep(sweep_2, content["sweep_2"], seeds[:1], growing(small, begun.small, **arguments), *above)
+    if found.has_diverged:
+        if not name:
+            refuse_diverged(found)
+        return None
+    return study.sweep(last, {}, seeds, growing(target, begun.base, **arguments), *above, found.best)
+
+
+def growths_of(content: dict[str, Any]) -> list[SizePair]:
+    return [growth_of(key, content[key]) for key in ("small", "target")]
+
+
+def refuse_diverged(swept: Swept) -> None:
+    if swept.has_diverged:
+        raise UserError(
+            f"{swept.folder}: all runs diverged, and others depend on them; give smaller learning rates or less noise "
+            "in the file, and another --out"
+        )
+
+
+def checkpoint_of(study: Study, swept: Swept) -> Path:
+    """That of a sweep; while a study is only checked, a name in its place."""
+    return Path("base.ckpt") if study.only_checks else swept.checkpoint
+
+
+def read(path: Path, required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, Any]:
+    """The content of an experiment's file. Raises a UserError that names a key that is wrong or missing."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; name the YAML file of an experiment (configs/experiments)")
+    known = (*required, *optional)
+    with interpreting(path):
+        content = read_yaml(path, DECIMAL)
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: an experiment has the keys {', '.join(known)}")
+        for key in content:
+            if key not in known:
+                raise UserError(f"{path}: an experiment has no key {key!r}; its keys are {', '.join(known)}")
+        for key in required:
+            if content.get(key) is None:
+                raise UserError(f"{path}: an experiment needs the key {key!r}; it needs {', '.join(required)}")
+        seeds = content["seeds"]
+        if not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds):
+            raise UserError(f"seeds: give a list of different whole numbers, got {seeds!r}")
+        for key in ("sweep_1", "sweep_2"):
+            table = content.get(key) or {}
+            if not isinstance(table, dict) or not all(isinstance(values, list | str) for values in table.values()):
+                raise UserError(
+                    f"{key}: give keys and their values, {{model.optimizer.lr: [0.01, 0.02]}}, got {table!r}"
+                )
+        if not isinstance(content["config"], list):
+            content["config"] = [content["config"]]
+        if "small" in content:
+            growths = growths_of(content)
+            if growths[0].factors != growths[1].factors:
+                raise UserError(f"target grows from {growths[1]}, small from {growths[0]}; give one factor")
+    return content
+
+
+# --- the command
+
+
+Make = Callable[["Study", dict[str, Any]], Any]
+
+
+def conduct(study: Study, make: Make, content: dict[str, Any], *, only_plan: bool = False) -> bool:
+    """Checks all sweeps of an experiment, and makes them; or prints which of them are finished, and returns False.
+
+    A folder of another experiment is refused.
+    """
+    from mupscale.commands.lab.run import prepare_process
+
+    prepare_process()
+    path = study.out / "experiment.json"
+    identity = json.loads(json.dumps({"experiment": content, "options": study.options}))
+    has_begun = path.exists()
+    if has_begun:
+        refuse_difference(read_json(path), identity, f"--out {study.out} holds another experiment")
+    elif study.out.is_dir() and any(study.out.iterdir()):
+        raise UserError(f"--out {study.out} is not empty and has no experiment; name a new folder")
+    if only_plan or not has_begun:
+        with without_collections(), tempfile.TemporaryDirectory() as folder:
+            make(replace(study, out=Path(folder), only_checks=True), content)
+    if only_plan:
+        for name in study.checked:
+            is_finished = Swept(study.out / name, [], study.metric).is_finished
+            print(f"{name}: {'finished' if is_finished else 'not finished'}")
+        return False
+    study.out.mkdir(parents=True, exist_ok=True)
+    if not has_begun:
+        write_text(path, json.dumps(identity, indent=1) + "\n")
+    make(study, content)
+    return True
+
+
+def parser(prog: str, description: str | None) -> ArgumentParser:
+    """The options of an experiment; all others are those of fit."""
+    layout = argparse.RawDescriptionHelpFormatter
+    usage = "%(prog)s FILE [--out FOLDER] [--workers N | --ray ADDRESS] [--stack auto|N|off] …"
+    answer = ArgumentParser(prog=prog, usage=usage, description=description, epilog=EPILOG, formatter_class=layout)
+    answer.add_argument("file", type=Path, metavar="FILE", help="the YAML file of the experiment")
     answer.add_argument(
         "--out", type=Path, help="the folder of the experiment (default runs/experiments/NAME OF THE FILE)"
     )
-    answer.add_argument("--plan", action="store_true", help="list the runs and which of them are done; run nothing")
-    answer.add_argument("--quick", action="store_true", help=QUICK_HELP)
+    answer.add_argument("--plan", action="store_true", help="check the file, and list the sweeps; run nothing")
     add_options(answer)
     return answer
 
 
-def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
-    with without_collections():
-        from mupscale.commands.lab.file import check, description_of, read
-        from mupscale.commands.lab.protocols import Experiment
-        from mupscale.commands.lab.quick import quick_content
-        from mupscale.commands.lab.run import claim_when_free, without_announcements
+def study_of(options: argparse.Namespace, rest: list[str], content: dict[str, Any]) -> Study:
+    how = {key: value for key, value in vars(options).items() if key not in ("file", "out", "plan")}
+    chosen = tuple(f"--{key}={value}" for key, value in how.items() if value is not None)
+    out = options.out or Path("runs/experiments") / options.file.stem
+    return Study(out, content["config"], tuple(rest), chosen, content.get("metric", "last_epoch"))
 
-    name = f"{options.file.stem}-quick" if options.quick else options.file.stem
-    out = options.out or Path("runs/experiments") / name
-    description = read(options.file, rest)
-    with without_announcements():
-        if options.quick:
-            description = description_of(quick_content(description, out), rest, quick=True)
-        whole = Experiment(out, description)
-        whole.refuse_others()
-        if options.plan:
-            check(description)
-            print_plan(whole)
+
+def main(command: str, arguments: list[str]) -> None:
+    options, rest = parser("python -m mupscale experiment", __doc__).own_and_other(arguments)
+    refuse_options(options)
+    with needs_extra("experiment"), without_collections():
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+        import pandas  # noqa: F401
+    content = read(options.file, REQUIRED, OPTIONAL)
+    study = study_of(options, rest, content)
+    with goes_on_when_repeated():
+        if not conduct(study, procedure, content, only_plan=options.plan):
             return
-        if whole.left[0]:
-            with open_driver(options, description.common["trainer"]["accelerator"], out) as driver:
-                whole.begin(["python", "-m", "mupscale", "experiment", *arguments])
-                print_start(whole)
-                is_finished = whole.make(driver)
-            if not is_finished:
-                print("this part is finished; the last part to end writes the results")
-                return
-        else:
-            print_start(whole)
-        with claim_when_free(out):  # two parts may end together
-            print(whole.conclude())
+        from mupscale.commands.reporting import write_report
 
-
-def print_start(whole: "Experiment") -> None:
-    left, total = whole.left
-    state = f"{left} of {total} runs left; watch them with tensorboard --logdir {shlex.quote(str(whole.out))}"
-    print(f"{whole.out}: {state if left else f'all {total} runs are done'}", flush=True)
-
-
-def print_plan(whole: "Experiment") -> None:
-    rows = [("stage", "part", "runs", "done")]
-    for number, stage in enumerate(whole.stages, 1):
-        rows += [(f"{number}", part.name, f"{part.total}", f"{part.done}") for part in stage]
-    print("\n".join(table(rows, right=(0, 2, 3), columns=columns(), paint=paint)))
-    print(whole.progress())
+        write_report([study.out], study.out / "report")
+    print(f"the report is {study.out / 'report' / 'index.html'}")

@@ -1,4 +1,4 @@
-"""Figures: heatmaps, scatter plots, profiles, lines and rows of dots. Each is written as PNG and PDF."""
+"""Figures: heatmaps, scatter plots, profiles and lines. Each is written as PNG and PDF."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,8 @@ from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mupscale.atomic import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,14 +31,6 @@ class Band(NamedTuple):
     low: Sequence[float]
     high: Sequence[float]
     marks: Sequence[float] = ()
-
-
-class Dots(NamedTuple):
-    """A row of dots: one for each value, in each panel. `colour` is a place in the palette."""
-
-    label: str
-    colour: int
-    panels: Sequence[Sequence[float]]
 
 
 PALETTE = ("#0072b2", "#d55e00", "#7a7f87", "#009e73", "#aa4499", "#b8860b", "#332288", "#88ccee")
@@ -73,8 +67,10 @@ def save(drawn: "Figure", path: Path) -> list[Path]:
     png, pdf = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.pdf")
     whole = BytesIO()
     drawn.savefig(whole, format="png", dpi=200)
-    Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(png, optimize=True)
-    drawn.savefig(pdf)
+    with replacing(png) as stream:
+        Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(stream, "png", optimize=True)
+    with replacing(pdf) as stream:
+        drawn.savefig(stream, format="pdf")
     return [png, pdf]
 
 
@@ -224,31 +220,6 @@ def draw_band(ax: "Axes", band: Band) -> "Line2D":
         where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
         ax.annotate("grows", (mark, 1), (3, -3), fontsize=8, color=colour, rotation=90, **where)
     return line
-
-
-def dots(path: Path, rows: Sequence[Dots], labels: Sequence[str]) -> list[Path]:
-    """Draws rows of dots, the first on top, with a stroke at their mean, in panels side by side.
-
-    Values that are not finite (diverged) are left out.
-    """
-    drawn, axes = panels(2.0 + 3.2 * len(labels), 1.0 + 0.27 * len(rows), columns=len(labels))
-    for panel, (ax, label) in enumerate(zip(axes, labels, strict=True)):
-        shown = []
-        for place, row in enumerate(rows):
-            values = [value for value in row.panels[panel] if math.isfinite(value)]
-            colour = PALETTE[row.colour % len(PALETTE)]
-            ax.scatter(values, [place] * len(values), s=26, color=colour, alpha=0.75, linewidths=0)
-            if len(values) > 1:
-                ax.scatter([sum(values) / len(values)], [place], s=130, marker="|", color=colour, linewidths=2)
-            shown += values
-        if is_positive(shown) and max(shown) > 4 * min(shown):
-            make_log(ax.xaxis, shown)
-        else:
-            ax.locator_params(axis="x", nbins=5)
-        ax.set_ylim(len(rows) - 0.5, -0.5)
-        ax.set_yticks(range(len(rows)), [row.label if panel == 0 else "" for row in rows], parse_math=False)
-        ax.set_xlabel(label, parse_math=False)
-    return save(drawn, path)
 
 
 def make_log(axis: Any, values: Sequence[float]) -> None:

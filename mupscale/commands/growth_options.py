@@ -7,10 +7,7 @@ from typing import Literal
 from mupscale.commands.process import refuse_output
 from mupscale.errors import UserError
 from mupscale.methods import METHODS, GrowthMethod
-from mupscale.methods.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
-
-AUTO = 0.3
-"""The level of `--noise auto`, relative to each weight; measured by docs/folder_noise.py."""
+from mupscale.methods.noise import AUTO_LEVEL, AdditiveNoise, NoiseOrAuto, RecordedNoise, SignalNoise
 
 
 def add_growth_options(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +20,10 @@ def add_growth_options(parser: argparse.ArgumentParser) -> None:
     strength = parser.add_mutually_exclusive_group()
     strength.add_argument(
         "--noise",
-        type=std_or_auto,
-        metavar="STD",
-        help=f"noise of this std, in units of the muP initialisation scale; or auto, which is --signal-noise {AUTO} "
-        "--centred and keeps the function (docs/hf.md says how it was measured)",
+        type=noise_level,
+        metavar="auto|none|STD",
+        help=f"auto (the default): --signal-noise {AUTO_LEVEL} --centred, which keeps the function; none: copies stay "
+        "equal, and the new width is not used; or noise of this std, in units of the muP initialisation scale",
     )
     strength.add_argument(
         "--signal-noise", type=float, metavar="T", help="noise as this fraction of each weight's spectral norm"
@@ -47,8 +44,40 @@ def add_growth_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
 
 
-def std_or_auto(text: str) -> float | str:
-    return text if text == "auto" else float(text)
+def add_mixture_options(parser: argparse.ArgumentParser) -> None:
+    """The options for experts and for the vocabulary of a model folder."""
+    parser.add_argument("--experts", type=int, metavar="N", help="how many experts each layer gets; also a dense model")
+    parser.add_argument("--top-k", type=int, metavar="K", help="how many of them a token gets (by default 2 if dense)")
+    parser.add_argument("--split", type=int, default=1, metavar="M", help="split each expert into M; no copies")
+    parser.add_argument("--to", metavar="FAMILY", help="the family of mixtures that a dense model becomes")
+    parser.add_argument("--router-std", type=float, default=1e-4, help="std of a new router (default 1e-4)")
+    parser.add_argument("--vocab", type=int, metavar="N", help="how many tokens there will be")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="a folder with the tokenizer of new tokens")
+    parser.add_argument("--pad-to", type=int, default=1, metavar="N", help="a new number of rows is a multiple of this")
+    parser.add_argument(
+        "--new-rows",
+        choices=["rare", "mean", "subwords"],
+        default="rare",
+        help="what rows of new tokens are: the mean of those of the rarest tokens (the default), of all, or of the old "
+        "tokens that they consist of",
+    )
+
+
+def refuse_without_target(options: argparse.Namespace) -> None:
+    """Raises a UserError for an option that says how experts or tokens are added, without how many there will be."""
+    if options.experts is None and (options.top_k is not None or options.split != 1 or options.to is not None):
+        raise UserError("--top-k, --split and --to say how a mixture grows: give --experts too, how many it gets")
+    if options.vocab is None and options.tokenizer is None and (options.pad_to != 1 or options.new_rows != "rare"):
+        raise UserError("--pad-to and --new-rows say how a vocabulary grows: give --vocab or --tokenizer too")
+
+
+def expert_noise_of(options: argparse.Namespace) -> float:
+    """The level of noise on copies of experts, relative to their weights."""
+    return options.noise if options.experts is not None and isinstance(options.noise, float) else 0.0
+
+
+def noise_level(text: str) -> float | str:
+    return text if text in ("auto", "none") else float(text)
 
 
 def depth_of(options: argparse.Namespace) -> Literal["identity", "interleave", "stack"]:
@@ -67,21 +96,19 @@ def method_of(options: argparse.Namespace) -> GrowthMethod:
     return method
 
 
-def noise_of(options: argparse.Namespace, inputs: dict[str, Path]) -> Noise | None:
+def noise_of(options: argparse.Namespace, inputs: dict[str, Path]) -> NoiseOrAuto:
     """The noise that the options mean. Refuses a --save-noise that would overwrite --out, or one of the inputs."""
-    noise: Noise | None = None
-    if options.noise == "auto":
-        noise = SignalNoise(AUTO, centred=True)
-    elif options.noise is not None:
+    noise: NoiseOrAuto = None if options.noise == "none" else "auto"
+    if isinstance(options.noise, float):
         noise = AdditiveNoise(options.noise, centred=options.centred)
     elif options.signal_noise is not None:
         noise = SignalNoise(options.signal_noise, centred=options.centred)
     elif options.recorded_noise is not None:
         noise = RecordedNoise(options.recorded_noise, centred=options.centred or None)
     elif options.centred:
-        raise UserError("--centred: there is no noise to centre. Give --noise, --signal-noise or --recorded-noise too")
+        raise UserError("--centred: --noise auto is centred already. Give --noise STD or --signal-noise T too")
     if options.save_noise is not None:
         if noise is None:
-            raise UserError("--save-noise: there is no noise to save; give --noise STD or --signal-noise T")
+            raise UserError("--save-noise: there is no noise to save; leave --noise none out")
         refuse_output("--save-noise", options.save_noise, inputs | {"--out": options.out})
     return noise

@@ -98,7 +98,8 @@ def refuse_output_folder(option: str, folder: Path) -> None:
 
 def refuse_folder(option: str, path: Path) -> None:
     """Raises a UserError if `path` cannot be made; a file is made in the nearest folder above it and deleted."""
-    folder = next(each for each in path.absolute().parents if each.exists() or each.is_symlink())
+    above = path.absolute().parents or [path]  # there is none above /
+    folder = next(each for each in above if each.exists() or each.is_symlink())
     if not folder.is_dir():
         raise UserError(f"{option}: {folder} is not a folder; name one, or name another file")
     try:
@@ -146,19 +147,22 @@ def loaded(name: str) -> ModuleType:
 
 # --- signals
 
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""The signals, beside Ctrl-C, that ask a process to end: of a scheduler, and of a connection that was lost."""
+
 EXIT_CODE = 128 + signal.SIGTERM
-"""What a shell reports of a process that SIGTERM ended."""
+"""The exit code that a shell reports of a process that SIGTERM ended."""
 
 
 class Terminated(BaseException):
-    """SIGTERM has asked this process to end; the message, if there is one, is how to continue."""
+    """A signal of ENDING has asked this process to end; the message, if there is one, is how to continue."""
 
 
 @contextmanager
 def on_sigterm(handle: Callable[[], None]) -> Iterator[None]:
-    """Calls `handle` in the main thread when SIGTERM comes; a forked process dies of the signal, as by default.
+    """Calls `handle` in the main thread at a signal of ENDING; a forked process dies of the signal, as by default.
 
-    Leaves a process alone that ignores the signal, and a thread that cannot set a handler.
+    A signal that the process ignores, as under nohup, stays ignored. A thread that cannot set a handler is left alone.
     """
     owner = os.getpid()
 
@@ -169,15 +173,23 @@ def on_sigterm(handle: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, handler)
+    with _handling(ENDING, handler):
+        yield
+
+
+@contextmanager
+def _handling(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Sets the handler of these signals, except of those that the process ignores; restores the old ones at the end."""
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def end_now() -> None:
@@ -196,23 +208,18 @@ def interruptions() -> Iterator[list[int]]:
     def note(number: int, _: Any) -> None:
         seen.append(number)
 
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with _handling((signal.SIGINT, *ENDING), note):
         yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def raise_for(seen: list[int]) -> None:
     if seen:
-        raise Terminated if signal.SIGTERM in seen else KeyboardInterrupt
+        raise KeyboardInterrupt if set(seen) == {signal.SIGINT} else Terminated
 
 
 @contextmanager
 def on_sigterm_in_a_thread(leave: Callable[[], None]) -> Iterator[None]:
-    """Calls `leave` in another thread, and no other handler, when SIGTERM comes, whatever the main thread waits for.
+    """Calls `leave` in another thread, and no other handler, at a signal of ENDING, whatever the main thread waits for.
 
     Python runs signal handlers only between two of its own instructions. A process that waits in a collective
     operation for a process that has ended would never run one.
@@ -227,7 +234,7 @@ def on_sigterm_in_a_thread(leave: Callable[[], None]) -> Iterator[None]:
 
     def watch() -> None:
         while number := os.read(reader, 1):
-            if number[0] == signal.SIGTERM:
+            if number[0] in ENDING:
                 leave()
 
     threading.Thread(target=watch, daemon=True, name="sigterm").start()
@@ -240,7 +247,7 @@ def on_sigterm_in_a_thread(leave: Callable[[], None]) -> Iterator[None]:
 
 
 def _close_wakeup(writer: int) -> None:
-    """In a forked process: its signals are not those of its parent, which reads the pipe."""
+    """Stops a forked process from writing its signals to the pipe that its parent reads."""
     current = signal.set_wakeup_fd(-1)
     if current not in (-1, writer):
         signal.set_wakeup_fd(current)
@@ -249,7 +256,7 @@ def _close_wakeup(writer: int) -> None:
 # --- output
 
 CODES: dict[Style, str] = {"heading": "1", "good": "32", "bad": "31"}
-"""Of the terminal: bold, green, red."""
+"""Escape codes of the terminal: bold, green, red."""
 
 
 def is_terminal() -> bool:
@@ -321,7 +328,9 @@ def lenient_output() -> Iterator[Output]:
     for stream in filter(None, before):
         if getattr(stream, "errors", None) in ("strict", "backslashreplace") and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    with open(os.devnull, "w") if None in before else nullcontext() as nowhere:  # a stream that was closed is None
+    with (
+        open(os.devnull, "w", encoding="utf-8") if None in before else nullcontext() as nowhere
+    ):  # a stream that was closed is None
         output, errors = (Output(stream or nowhere) for stream in before)
         sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, errors)
         try:

@@ -1,12 +1,11 @@
-"""report: write a page with the curves, costs and savings of runs.
+"""report: write a page with the curves of runs, and how they compare at equal compute.
 
 RUNS are folders of runs, sweeps (for the cost of tuning) and experiments, or folders that contain them at any depth.
-Writes index.html, which needs no other file, the figures as PNG and PDF, and the numbers as summary.json and
-summary.csv.
+Writes index.html, which needs no other file, the figures as PNG and PDF, and the numbers as runs.csv, curves.csv and
+comparisons.csv.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from mupscale.commands.process import ArgumentParser
@@ -25,10 +24,9 @@ def main(command: str, arguments: list[str]) -> None:
     with needs_extra("report"):
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
+        import pandas  # noqa: F401
 
         from mupscale.commands.reporting import write_report
     with as_user_errors(OSError):
         paths = write_report(options.runs, options.out)
-    for verdict in json.loads((options.out / "summary.json").read_text())["verdicts"]:
-        print(verdict)
     print(f"wrote {paths[0]} and {len(paths) - 1} more files")

@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -23,15 +23,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mupscale.atomic import write_durably
 from mupscale.callbacks.curves import Curves, NonFiniteLoss
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.tensorboard import delete_logs
 from mupscale.callbacks.upscale import swaps_of
 from mupscale.commands.checkpoints import (
+    FILES,
     RESULT,
     RUN,
-    Claim,
+    FolderLock,
+    FolderLocked,
     Leftovers,
-    Taken,
     checkpoints_of_run,
     newest_checkpoint,
     read_run,
@@ -50,8 +50,8 @@ from mupscale.models._lightning import (
     profiler_of,
     run_folder,
 )
-from mupscale.models.base import Growable, doubled
-from mupscale.models.checkpoint import SAVED, load_checkpoint, non_finite_in, run_in
+from mupscale.models.base import doubled
+from mupscale.models.checkpoint import SAVED, load_checkpoint, non_finite_in, run_in, size_of
 
 # --- the files of a run
 
@@ -62,7 +62,7 @@ class RunStart:
     def __init__(self, resumed: Path | None) -> None:
         self.resumed = resumed
         self.leftovers = Leftovers()
-        self._claims: list[Claim] = []
+        self._claims: list[FolderLock] = []
 
     def folder_without_logger(self, root: str | None) -> Path:
         """A folder for a run without a logger: the root itself, or version_0 and so on in it, whichever is free."""
@@ -101,11 +101,10 @@ class RunStart:
         """Claims the first folder that a run may have; with `takes_next`, others are passed over."""
         for folder in folders:
             leftovers = Leftovers()
-            if has_logs or not folder.exists():
-                leftovers.watch(folder)
+            leftovers.watch(folder, () if has_logs or not folder.exists() else FILES)
             try:
-                claim = Claim(folder)
-            except Taken:
+                claim = FolderLock(folder)
+            except FolderLocked:
                 if not takes_next:
                     raise
                 continue
@@ -124,7 +123,7 @@ class RunStart:
         if dirpath is None or is_remote(dirpath) or Path(dirpath).resolve() == folder.resolve():
             return
         refuse_output_folder("checkpoint.dirpath", Path(dirpath))
-        claim = Claim(Path(dirpath))
+        claim = FolderLock(Path(dirpath))
         self._claims.append(claim)
         claim.begin()
 
@@ -159,7 +158,7 @@ PATIENCE = 5.0
 """Seconds that a process of a distributed run waits for the first one to end them all."""
 
 
-class RunJournal(Strides):
+class RunJournal(Callback):
     """Writes the files of a run, and says in one line where it stands if it ends before its time, and how to go on.
 
         journal = RunJournal(resumed=False)
@@ -233,8 +232,6 @@ class RunJournal(Strides):
             self.validation = {name: float(value) for name, value in metrics.items() if name.startswith("val/")}
             self.validated_at = trainer.global_step
 
-    on_scores = on_validation_end
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes result.json before the last checkpoint, after which a killed run has nothing left to do."""
         if self.folder is not None and self._writes and not is_trial(trainer):  # `lab` writes that of a trial
@@ -243,7 +240,7 @@ class RunJournal(Strides):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and not is_trial(trainer):
             # here, because Lightning ends the process itself
-            print(f"interrupted; {self.standing()}", file=sys.stderr, flush=True)
+            print(f"interrupted; {self.resume_hint()}", file=sys.stderr, flush=True)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.has_begun = True
@@ -259,17 +256,14 @@ class RunJournal(Strides):
 
     on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _step
 
-    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        return math.inf if self.has_stepped else 0
-
     def numbers(self, trainer: Trainer) -> dict[str, Any]:
         """What result.json holds of a fit that has ended."""
-        module = trainer.lightning_module
+        size = size_of(trainer.lightning_module)
         spent = next((curves.spent for curves in callbacks_in(trainer, Curves)), {})
         growths = [swap.summary for swap in swaps_of(trainer)]
         return {
             "steps": trainer.global_step,
-            **({"width": None} if not isinstance(module, Growable) else module.size._asdict()),
+            **({"width": None} if size is None else size._asdict()),
             **{name: amount for name, amount in spent.items() if math.isfinite(amount)},
             "validation": self.validation,
             "validated_at": self.validated_at,
@@ -288,9 +282,9 @@ class RunJournal(Strides):
                     yield
             except (SIGTERMException, Terminated) as error:
                 self._end_other_processes()
-                raise Terminated(self.standing()) from error
+                raise Terminated(self.resume_hint()) from error
             except KeyboardInterrupt as interrupt:
-                raise KeyboardInterrupt(self.standing()) from interrupt
+                raise KeyboardInterrupt(self.resume_hint()) from interrupt
             except NonFiniteLoss as error:
                 self._end_other_processes()
                 raise UserError(f"{error}, and the run stopped there. {self._finite_checkpoint(error.step)}") from error
@@ -299,7 +293,7 @@ class RunJournal(Strides):
                 if problem is None:
                     raise
                 self._end_other_processes()
-                raise DiskFull(f"{problem}; {self.standing('make space there, then go on')}") from error
+                raise DiskFull(f"{problem}; {self.resume_hint('make space there, then go on')}") from error
 
     def attach(self, trainer: Trainer) -> None:
         """Names the trainer of the run. SIGTERM ends a run on several processes whatever they wait for."""
@@ -307,14 +301,14 @@ class RunJournal(Strides):
         if trainer.world_size > 1 and self._is_around:
             self._contexts.enter_context(on_sigterm_in_a_thread(self._exit_at_once))
 
-    def standing(self, way_on: str = "go on") -> str:
+    def resume_hint(self, way_on: str = "go on") -> str:
         """Where the run stands and how to go on, without a collective operation."""
         trainer = self.trainer
         if trainer is None or trainer.state.fn not in (None, "fit"):
             return "run the same command again"
-        module = trainer.lightning_module
-        size = f", {module.size}" if isinstance(module, Growable) else ""
-        where = f"the run is at step {trainer.global_step}{size}"
+        module = trainer.lightning_module  # None before the fit begins
+        size = None if module is None else size_of(module)
+        where = f"the run is at step {trainer.global_step}{'' if size is None else f', {size}'}"
         if is_trial(trainer):
             return f"{where}; {way_on}: run the same command again"
         found = next(iter(self._checkpoints()), None)
@@ -335,7 +329,7 @@ class RunJournal(Strides):
             os.kill(os.getppid(), signal.SIGTERM)  # it ends all of them, and prints the line
             time.sleep(PATIENCE)
         elif trainer.is_global_zero:
-            print(f"terminated; {self.standing()}", file=sys.stderr, flush=True)
+            print(f"terminated; {self.resume_hint()}", file=sys.stderr, flush=True)
             self._end_other_processes()
         os._exit(EXIT_CODE)
 
@@ -431,15 +425,14 @@ def after_fit(trainer: Trainer, module: LightningModule, folder: Path) -> list[s
     if any(trainer.num_val_batches) and (folder / "config.yaml").is_file():
         words = ["validate", "--config", folder / "config.yaml", "--ckpt_path", checkpoint, *WITHOUT_A_LOG]
         lines.append(f"  evaluate: {command_line(*words)}")
-    if isinstance(module, Growable) and type(module).__module__.startswith("mupscale."):
-        width = doubled(module.width)
+    size = size_of(module)
+    if size is not None and type(module).__module__.startswith("mupscale."):
+        width = doubled(size.width)
         widths = width if isinstance(width, list) else [width]
         # not in the folder, where `resume` would take it for a checkpoint of the run
         named = folder if folder.name not in ("", "..") else folder.resolve()
         out = named.with_name(f"{named.name}-wide-{'-'.join(map(str, widths))}.ckpt")
-        lines.append(
-            f"  widen further: {command_line('upscale', checkpoint, '--width', *widths, *NOISE, '--out', out)}"
-        )
+        lines.append(f"  grow further: {command_line('upscale', checkpoint, '--width', *widths, *NOISE, '--out', out)}")
     if (folder / SAVED / "config.json").is_file():
         lines.append(f"  for from_pretrained of transformers: {folder / SAVED}")
     return lines

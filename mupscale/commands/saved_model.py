@@ -16,13 +16,13 @@ from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     RUN_KEY,
     Size,
+    group_sizes,
     mixed_widths,
     optimizer_names,
     refuse_malformed,
     refuse_other_kinds,
 )
-from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
-from mupscale.widening.layers import standing_in
+from mupscale.schedules import refuse_one_rate_for_all, spread_schedule_state_
 from mupscale.widening.optimizers import registered_optimizer
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import SOURCE_GROUP, Continuation
@@ -136,14 +136,13 @@ def fresh_optimizer(plan: Plan, narrow: nn.Module, optimizer: Optimizer, wide: n
 
     The groups before muP are split for the wide size. Their hyperparameters are still those of the narrow one.
     """
-    narrow, optimizer = standing_in(narrow, optimizer, wide, plan.layers)
-    order = {name: index for index, (name, _) in enumerate(narrow.named_parameters())}
+    order = {name: index for index, name in enumerate(plan.parameters)}
     names = {id(parameter): name for name, parameter in narrow.named_parameters()}
-    targets = dict(wide.named_parameters())
+    by_origin, targets = plan.by_origin(), dict(wide.named_parameters())
     sources: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         source = sources.setdefault(group[SOURCE_GROUP], {**group, "params": []})
-        source["params"] += [names[id(parameter)] for parameter in group["params"]]
+        source["params"] += [entry.name for p in group["params"] for entry in by_origin[names[id(p)]]]
     groups = []
     for source in sources.values():
         del source[SOURCE_GROUP]
@@ -164,7 +163,7 @@ def grow_optimizers(
 
     Rescales the states of schedules, as a swap inside a run does. Raises a UserError if one cannot continue.
     """
-    continuations = [Continuation(plan, narrow, before, wide, method.mup_rates) for before in narrow_opts]
+    continuations = [Continuation(plan, narrow, before, wide, method.rates) for before in narrow_opts]
     wide_opts = [fresh_optimizer(plan, narrow, before, wide) for before in narrow_opts]
     for continuation, after in zip(continuations, wide_opts, strict=True):
         continuation.check(after)
@@ -178,7 +177,7 @@ def grow_optimizers(
         try:
             factors, remedy = [source.factor for source in sources], "--no-optimizer leaves it out"
             refuse_one_rate_for_all(state, factors, "a schedule of the checkpoint", remedy)
-            rescale_schedule_state(state, groups, sources)
+            spread_schedule_state_(state, sources)
         except UserError:
             raise
         except MAKING_ERRORS as error:
@@ -206,6 +205,7 @@ def set_size_(checkpoint: dict[str, Any], size: Size, wide: nn.Module, optimizer
     checkpoint[CHECKPOINT_KEY] = {
         **ours,
         "optimizer_names": [optimizer_names(wide, optimizer, "net.") for optimizer in optimizers],
+        "group_sizes": group_sizes(optimizers),
         "optimizer_classes": ours["optimizer_classes"][: len(optimizers)],
         "mixed_widths": mixed_widths(wide),
     }

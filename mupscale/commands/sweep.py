@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mupscale.commands.checkpoints import Leftovers
-from mupscale.commands.lab.execution import add_options, goes_on_when_repeated, open_driver, refuse_options
+from mupscale.commands.lab.execution import (
+    add_options,
+    goes_on_when_repeated,
+    open_executor,
+    part_of,
+    refuse_options,
+    stack_size,
+)
 from mupscale.commands.process import ArgumentParser, command_line, without_collections
 from mupscale.errors import UserError, needs_extra
 
 if TYPE_CHECKING:
-    from mupscale.commands.lab.space import Axis, Settings
+    from mupscale.commands.lab.space import Settings, SweptAxis
 
 EPILOG = """--config FILE and all other options are those of fit, and apply to every trial.
 
@@ -23,6 +30,9 @@ A key is an option of fit (model.optimizer.lr), or starts with the class of a ca
 
 SWEEP_HELP = """a key and its values: V1,V2,… is a list; LOW:HIGH:N is N values, spaced logarithmically; LOW:HIGH is a
 range for the samplers random and tpe, on a logarithmic scale"""
+
+SIZES = ("--model.width", "--model.layers", "--callback_args")
+"""Options of a small model that a target does not share."""
 
 METRIC_HELP = """the metric to minimise: last_epoch (the default) or last_2%% is the mean training loss over the last
 epoch or the last 2 %% of the steps; any other name is that of a logged metric, such as val/loss (its last value)"""
@@ -63,44 +73,59 @@ def parser() -> ArgumentParser:
 def sweep(options: argparse.Namespace, rest: list[str]) -> None:
     """Makes the trials that are not finished; then writes the results."""
     with without_collections():
-        from mupscale.commands.lab.run import claim_when_free, without_announcements
-        from mupscale.commands.lab.sweep import Sweep, refuse_other_sweep
+        from mupscale.commands.lab.run import claim_when_free, prepare_process
+        from mupscale.commands.lab.sweep import Sweep
 
-    with without_announcements():
-        settings = settings_of(options, rest)
-        refuse_other_sweep(options.out, settings)
-        whole = Sweep("", options.out, lambda: settings, settings.trials)
-        leftovers = Leftovers()
-        leftovers.watch(options.out)
-        try:
-            with open_driver(options, settings.config["trainer"]["accelerator"], options.out) as driver:
-                for trials in whole.rounds():
-                    driver.make(trials, whole.progress)
-                    is_finished = driver.have_finished(trials)
-        except UserError:
-            if not whole.outcomes:  # refused before any trial was finished: the folder stays free
-                leftovers.remove()
-            raise
-        if not is_finished:
-            print("this part is finished; the last part to end writes the results")
-            return
-        with claim_when_free(options.out):  # two parts may end together
-            path, drawn = whole.write_best()
-        print(path.read_text(), end="")
-        print(f"wrote {', '.join(str(p) for p in [path, options.out / 'trials.csv', *drawn])}")
-        print(f"  train with the best values: {command_line('fit', *rest, '--config', path)}")
+    prepare_process()
+    settings = sweep_settings(options, rest)
+    whole = Sweep(options.out, settings)
+    part, parts = part_of(options)
+    leftovers = Leftovers()
+    leftovers.watch(options.out)
+    try:
+        with open_executor(options, settings.config["trainer"]["accelerator"], options.out) as executor:
+            for trials in whole.rounds():
+                mine = [trial for cell, trial in trials.items() if cell % parts == part]
+                whole.make(mine, executor, stack_size(options.stack))
+    except UserError:
+        if not whole.outcomes:  # refused before any trial was finished: the folder stays free
+            leftovers.remove()
+        raise
+    if len(whole.outcomes) < settings.trials:
+        print("this part is finished; the last part to end writes the results")
+        return
+    with claim_when_free(options.out):  # two parts may end together
+        path, drawn = whole.write_best()
+    print(path.read_text("utf-8"), end="")
+    print(f"wrote {', '.join(str(p) for p in [path, options.out / 'trials.csv', *drawn])}")
+    print(f"  train the target with the best values: {command_line('fit', *without_sizes(rest), '--config', path)}")
+    if any("Callback." in axis.key for axis in settings.axes):
+        print("  the same from scratch: with --model.width and --trainer.callbacks null at its end")
 
 
-def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
+def without_sizes(rest: list[str]) -> list[str]:
+    """The command line without the options that make the model small; without any, the user's target stands for it."""
+    words = iter(rest)
+    answer = []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in SIZES:
+            next(words if not equals else iter(()), None)
+        else:
+            answer.append(word)
+    return answer if answer != rest else ["--config", "TARGET.yaml"]
+
+
+def sweep_settings(options: argparse.Namespace, rest: list[str]) -> "Settings":
     """The settings of a command line. Raises a UserError for every mistake that can be found without a run."""
-    from mupscale.commands.cli import described
-    from mupscale.commands.lab.space import Settings, for_trials, grid, parsed_axis, refuse_invalid
+    from mupscale.commands.cli import load_configuration
+    from mupscale.commands.lab.space import Settings, for_trials, grid, parsed_axis, refuse_invalid, seeds_of
     from mupscale.commands.lab.sweep import checked_metric, signal_swap
 
     axes = [parsed_axis(text) for text in options.sweep]
     refuse_axes(options, axes)
     checked_metric(options.metric)
-    config = for_trials(described(rest, "sweep")[0])
+    config = for_trials(load_configuration(rest, "sweep")[0])
     signal_swap(config)
     if not (options.out / "sweep.json").exists():  # otherwise they were checked when it was written
         refuse_invalid(config, axes, "--sweep")
@@ -110,11 +135,12 @@ def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     return Settings(config, axes, options.sampler, trials, seeds, options.metric)
 
 
-def refuse_axes(options: argparse.Namespace, axes: list["Axis"]) -> None:
+def refuse_axes(options: argparse.Namespace, axes: list["SweptAxis"]) -> None:
     """Raises a UserError if the axes, the sampler and the number of trials do not fit together."""
-    if not axes:
+    if not axes and (options.seeds is None or options.sampler != "grid"):
         raise UserError(
-            "--sweep: the grid is empty, name a key and its values: --sweep model.optimizer.lr=0.01,0.02,0.04"
+            "--sweep: the grid is empty, name a key and its values: --sweep model.optimizer.lr=0.01,0.02,0.04; or give "
+            "--seeds alone, to run one configuration with several seeds"
         )
     keys = [axis.key for axis in axes]
     if len(set(keys)) < len(keys):
@@ -130,14 +156,3 @@ def refuse_axes(options: argparse.Namespace, axes: list["Axis"]) -> None:
         raise UserError("--part: --sampler tpe draws points by the results of all others; give --workers or --ray")
     if options.trials is not None and options.trials < 1:
         raise UserError(f"--trials must be at least 1, got {options.trials}")
-
-
-def seeds_of(text: str) -> list[int]:
-    from mupscale.commands.lab.space import refuse_seeds
-
-    try:
-        seeds = [int(seed) for seed in text.split(",")]
-    except ValueError as error:
-        raise UserError(f"--seeds {text}: give whole numbers, separated by commas") from error
-    refuse_seeds(f"--seeds {text}", seeds)
-    return seeds

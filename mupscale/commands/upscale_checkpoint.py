@@ -5,12 +5,13 @@ For example: upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt, or upsc
 A sharded checkpoint (a folder, written under FSDP2) grows into another folder, with one tensor in memory at a
 time.
 
-A model folder of the transformers library is widened by: upscale FOLDER --factor 2 --out WIDE (for its options: upscale
+A model folder of the transformers library grows by: upscale FOLDER --factor 2 --out WIDE (for its options: upscale
 --factor 2 --help).
 """
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,16 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.atomic import replacing, whole_folder
-from mupscale.checks.agreement import Agreement
+from mupscale.atomic import locked_output, replacing, whole_folder
+from mupscale.checks.check_step import Agreement
 from mupscale.commands.configured import configured, first_batches
 from mupscale.commands.growth_options import add_growth_options, depth_of, method_of, noise_of
+from mupscale.commands.growth_plans import check_growth, undeclared_lists
 from mupscale.commands.process import ArgumentParser, refuse_new_folder, refuse_output, show
 from mupscale.commands.saved_model import grow_optimizers, load_weights, module_of, saved_optimizer, set_size_
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
-from mupscale.methods.grow import UpscaleReport, grow, write_alone
-from mupscale.methods.noise import Constants, Noise
+from mupscale.methods.grow import UpscaleReport, grow, refuse_without_values
+from mupscale.methods.noise import NoiseOrAuto
+from mupscale.methods.tensors import grow_tensors
 from mupscale.models.base import Growable, refuse_bad_width
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
@@ -39,17 +42,13 @@ from mupscale.models.checkpoint import (
     refuse_malformed_optimizers,
     restore_mixed_widths,
 )
-from mupscale.models.growth_check import check_growth, find_residual_outputs, refuse_inexact, undeclared_lists
 from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWriter, is_sharded_checkpoint
 from mupscale.text_tables import starred
-from mupscale.widening import table
-from mupscale.widening.growth import Growth, duplicate_
+from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, source_of, stand_in
-from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import Continuation
-from mupscale.widening.stepping import set_records
 from mupscale.widening.write import first_non_finite, refuse_other_rescale, remember_widths
 
 
@@ -58,7 +57,7 @@ def widen_checkpoint(arguments: list[str]) -> None:
     parser.add_argument("checkpoint", help="the checkpoint to grow")
     parser.add_argument("--width", type=int, nargs="+", help="the target width, or one for each layer")
     parser.add_argument("--layers", type=int, nargs="+", help="the target number of layers, or one for each list")
-    parser.add_argument("--out", type=Path, required=True, help="where to write the wide checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="where to write the larger checkpoint")
     add_growth_options(parser)
     parser.add_argument(
         "--no-optimizer",
@@ -81,13 +80,12 @@ def widen_checkpoint(arguments: list[str]) -> None:
     method = method_of(options)
     source = Path(options.checkpoint)
     is_sharded = is_sharded_checkpoint(source)
-    inputs = {"the checkpoint to widen": source}
+    inputs = {"the checkpoint to grow": source}
     if is_sharded:
         refuse_new_folder("--out", options.out)
     else:
         refuse_output("--out", options.out, inputs)
-    if options.out.exists() and not options.force:
-        raise UserError(f"--out {options.out} exists; --force overwrites it")
+    refuse_existing(options.out, force=options.force)
     noise = noise_of(options, inputs)
     shards = ShardedCheckpoint(source) if is_sharded else None
     checkpoint = load_checkpoint(options.checkpoint) if shards is None else shards.rest
@@ -97,21 +95,19 @@ def widen_checkpoint(arguments: list[str]) -> None:
     if options.check is not None:
         _, data, _ = configured("upscale", ["--config", options.check], None)
         batch = first_batches(module, data, 1)[0]
-    hints = None
-    if size.layers != module.size.layers:
-        hints = depth_hints(module, size, depth, batch)
-    check = NOT_CHECKED if batch is None else check_with(batch, module, size, hints)
+    hints, check = hints_with(batch, module, size, depth)
     with_state = not options.no_optimizer
     if shards is not None:
-        growth = ShardedGrowth(shards, module, size, hints, method, noise, options.seed, optimizer=with_state)
-        report = growth.write(options.out)
+        given = noise, options.seed, options.out
+        report = upscale_shards(shards, module, size, *given, optimizer=with_state, method=method, hints=hints)
     else:
         report = upscale_checkpoint(
             checkpoint, module, size, noise, options.seed, optimizer=with_state, method=method, hints=hints
         )
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(options.out) as new:
-            torch.save(checkpoint, new)
+        with locked_output(options.out):
+            refuse_existing(options.out, force=options.force)  # again: another process may have been faster
+            with replacing(options.out) as stream:
+                torch.save(checkpoint, stream)
     if options.save_noise:
         report.save_noise(options.save_noise)
     show(str(replace(report, exact=check.exact, check=str(check))))
@@ -142,35 +138,43 @@ def _target_size(module: Growable, width: list[int] | None, layers: list[int] | 
 NOT_CHECKED = Agreement(None, reason="--check CONFIG compares both widths with a batch of that configuration's data")
 
 
-def depth_hints(module: Growable, size: Size, depth: Depth, batch: Any) -> Hints:
-    """How layers are added, and what makes them add nothing, found with the batch where their class does not say it."""
-    narrow, wide = (module.network(*each, meta=True) for each in (module.size, size))
-    lists = undeclared_lists(narrow, wide, depth, {}) if depth == "identity" else []
-    if lists and batch is None:
-        raise UserError(
-            f"--layers {size.layers}: the class of the layers in {lists[0]!r} does not declare residual_outputs, the "
-            "parameters that make a new layer add nothing. Give --check CONFIG, with whose data they are found; or use "
-            "--depth stack, which copies layers"
-        )
-    return Hints(depth=depth, residual=find_residual_outputs(module, module.size, lists, batch) if lists else {})
+def refuse_existing(out: Path, *, force: bool) -> None:
+    if out.exists() and not force:
+        raise UserError(f"--out {out} exists; --force overwrites it")
 
 
-def check_with(batch: Any, module: Growable, size: Size, hints: Hints | None) -> Agreement:
-    """Compares small networks of the same factors with a batch.
+def hints_with(batch: Any, module: Growable, size: Size, depth: Depth) -> tuple[Hints | None, Agreement]:
+    """How the module grows, and whether small networks of the same factors agree on a batch, if there is one.
 
     Raises a UserError if they differ. New networks are as good as the saved one, because a plan depends on shapes.
     """
-    depth: Depth = "identity" if hints is None or hints.depth is None else hints.depth
-    found = check_growth(module, module.size, size, batch, depth, hints.residual if hints is not None else {})
-    refuse_inexact(f"--width {size.width}" if hints is None else f"--layers {size.layers}", module.size, found)
-    return found
+    adds_layers = size.layers != module.size.layers
+    if batch is None:
+        narrow, wide = (module.network(*each, meta=True) for each in (module.size, size))
+        lists = undeclared_lists(narrow, wide, depth) if adds_layers and depth == "identity" else []
+        if lists:
+            raise UserError(
+                f"--layers {size.layers}: the class of the layers in {lists[0]!r} does not declare residual_outputs, "
+                "the parameters that make a new layer add nothing. Give --check CONFIG, with whose data they are "
+                "found; or use --depth stack, which copies layers"
+            )
+        return Hints(depth=depth) if adds_layers else None, NOT_CHECKED
+    hints, found = check_growth(module, module.size, size, batch, depth)
+    if found.exact is False and not found.is_random:
+        option = f"--layers {size.layers}" if adds_layers else f"--width {size.width}"
+        reason = found.reason.replace("what call(model) returns", "the loss")
+        raise UserError(
+            f"{option}: growth from {module.size} is not exact: {reason}. "
+            "Blocks, roles or units may be missing (mupscale.discover finds them), or `loss` depends on the width"
+        )
+    return hints if adds_layers else None, found
 
 
 def upscale_checkpoint(
     checkpoint: dict[str, Any],
     module: Growable,
     size: Size,
-    noise: Noise | None,
+    noise: NoiseOrAuto,
     seed: int,
     *,
     optimizer: bool,
@@ -195,13 +199,13 @@ def upscale_checkpoint(
     wide_opts = grow_optimizers(plan, narrow, narrow_opts, wide, method, checkpoint.get("lr_schedulers", []))
     rebuild = partial(module.network, *size)
     report = grow(
-        narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, hints=plan, method=method, rebuild=rebuild
+        narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, plan=plan, method=method, rebuild=rebuild
     )
     checkpoint[key] = _stored(checkpoint[key], wide)
     if averaged:
         average, wide_average = _networks(module, size, checkpoint.get("state_dict", {}))
         kept = report.same_noise()
-        grow(average, wide_average, noise=kept, seed=seed, hints=report.plan, method=method, rebuild=rebuild)
+        grow(average, wide_average, noise=kept, seed=seed, plan=report.plan, method=method, rebuild=rebuild)
         checkpoint["state_dict"] = _stored(checkpoint["state_dict"], wide_average)
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in wide_opts]
     set_size_(checkpoint, size, wide, wide_opts)
@@ -214,7 +218,7 @@ def _networks(module: Growable, size: Size, weights: dict[str, Tensor]) -> tuple
     if not dtypes:
         raise UserError(
             "the checkpoint has no weights in floating point of at least 16 bits: it is empty, or quantised. "
-            "Widen the checkpoint before it was quantised"
+            "Grow the checkpoint before it was quantised"
         )
     narrow = module.network(module.width).to(dtypes[0])  # not on meta: no checkpoint holds all buffers
     load_weights(module, narrow, weights)
@@ -232,140 +236,139 @@ def _stored(weights: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
 # --- a sharded checkpoint, tensor by tensor, without ever holding the model
 
 
-class ShardedGrowth:
-    """The growth of a sharded checkpoint: what is known of it before anything is written. `module` is that of it."""
+@torch.no_grad()
+def upscale_shards(
+    shards: ShardedCheckpoint,
+    module: Growable,
+    size: Size,
+    noise: NoiseOrAuto,
+    seed: int,
+    out: Path,
+    *,
+    optimizer: bool,
+    method: GrowthMethod,
+    hints: Hints | None = None,
+) -> UpscaleReport:
+    """Writes the wide folder of a sharded checkpoint, which is there whole at the end, or not at all."""
+    start = time.perf_counter()
+    method.refuse_across_layers("a sharded checkpoint")
+    if optimizer and method.state == "reset":
+        raise UserError(
+            f"{type(method).__name__} does not carry the optimizer state over, which a sharded checkpoint must hold. "
+            "Use another method, grow inside the run, or leave the state out: --no-optimizer"
+        )
+    narrow, wide = _networks_of_shards(shards, module, size)
+    plan = method.plan(narrow, wide, hints)
+    twin = stand_in(narrow, wide, plan.layers)
+    refuse_other_rescale(plan, twin, wide)
+    refuse_without_values(plan, wide)
+    method.check(plan)
+    added, notes = method.choose_noise(noise, plan, twin)
+    narrow_opts = _saved_optimizers(shards, narrow) if optimizer else []
+    schedules = shards.rest.get("lr_schedulers", [])
+    wide_opts = grow_optimizers(plan, narrow, narrow_opts, wide, method, schedules)
+    remember_widths(plan, twin, wide, method.scale, entrywise=method.hyperparameters == "table")
+    with whole_folder(out) as folder, ShardWriter(folder, shards.shards) as writer:
+        entries = [*plan.parameters.values(), *(entry for entry in plan.buffers.values() if not entry.kept)]
 
-    def __init__(
-        self,
-        checkpoint: ShardedCheckpoint,
-        module: Growable,
-        size: Size,
-        hints: Hints | None,
-        method: GrowthMethod,
-        noise: Noise | None,
-        seed: int,
-        *,
-        optimizer: bool,
-    ) -> None:
-        _refuse_method(method, optimizer)
-        self.checkpoint, self.method, self.size, self.seed = checkpoint, method, size, seed
-        self.narrow, self.wide = _networks_of_shards(checkpoint, module, size)
-        self.plan: Plan = method.plan(self.narrow, self.wide, hints)
-        self.twin = stand_in(self.narrow, self.wide, self.plan.layers)
-        refuse_other_rescale(self.plan, self.twin, self.wide)
-        method.check(self.plan)
-        self.noise = method.choose_noise(noise, self.plan, self.twin)
-        self.entries: dict[str, dict[str, Growth]] = {}
-        """By the name in the checkpoint: what is made of it, by the names in the wide one."""
-        for entry in (*self.plan.parameters.values(), *self.plan.buffers.values()):
+        def read(entry: Growth, rows: slice | None) -> Tensor:
+            is_plain = entry.kind == "buffer" and not entry.grows
+            return _read_finite(shards, (WEIGHTS, f"net.{entry.origin}"), infinite_allowed=is_plain)
+
+        def write(entry: Growth, by_rows: bool) -> Iterator[tuple[Tensor, None]]:
+            kind = shards.kind((WEIGHTS, f"net.{entry.origin}"))
+            assert kind is not None
+            target = torch.empty(entry.wide_shape, dtype=kind.properties.dtype)
+            yield target, None
             for name in entry.names:
-                source = source_of(self.plan.layers, name)
-                self.entries.setdefault(f"net.{source}", {})[f"net.{name}"] = entry
-        self.constants: Constants = dict.fromkeys(self.plan.parameters, 0.0)
-        self.narrow_opts = self._saved_optimizers() if optimizer else []
-        schedules = checkpoint.rest.get("lr_schedulers", [])
-        self.wide_opts = grow_optimizers(self.plan, self.narrow, self.narrow_opts, self.wide, method, schedules)
+                writer.add((WEIGHTS, f"net.{name}"), target)
 
-    @torch.no_grad()
-    def write(self, out: Path) -> UpscaleReport:
-        """Writes the wide folder, which is there whole at the end, or not at all."""
-        start = time.perf_counter()
-        remember_widths(
-            self.plan, self.twin, self.wide, self.method.scale, entrywise=self.method.hyperparameters == "table"
-        )
-        with whole_folder(out) as folder, ShardWriter(folder, self.checkpoint.shards) as writer:
-            for path in self.checkpoint.paths(WEIGHTS):
-                self._write_weight(path, writer)
-            for number, optimizer in enumerate(self.wide_opts):
-                before = Continuation(self.plan, self.narrow, self.narrow_opts[number], self.wide)
-                set_records(self.wide, optimizer, before.births())
-                for path in self.checkpoint.paths(f"optimizer_{number}", "state"):
-                    self._write_state(path, self.narrow_opts[number], writer)
-                self._write_groups(number, optimizer, writer)
-            rest = dict(self.checkpoint.rest)  # with schedules that are rescaled already
-            set_size_(rest, self.size, self.wide, self.wide_opts)
-            writer.finish(rest)
-        centred = self.noise is not None and self.noise.centred
-        seconds = time.perf_counter() - start
-        return UpscaleReport(
-            self.plan, None, self.constants, tuple(self.plan.notes), seconds, self.wide, self.method, centred
-        )
-
-    def _saved_optimizers(self) -> list[Optimizer]:
-        """The optimizers of the checkpoint on the meta device: their groups, and the shapes of their state."""
-        saved, checkpoint = self.checkpoint.rest[CHECKPOINT_KEY], self.checkpoint
-        found = list(checkpoint.optimizers(checkpoint.read_small))
-        if [Counter(names) for names, _ in found] != [Counter(names) for names in saved.get("optimizer_names", [])]:
-            raise UserError(f"{checkpoint.folder} is damaged: its optimizers have other parameters than it names")
-        refuse_malformed_optimizers({CHECKPOINT_KEY: saved, "optimizer_states": [state for _, state in found]})
-        rows = zip(found, saved["optimizer_classes"], strict=True)
-        return [saved_optimizer(self.narrow, state, names, kind) for (names, state), kind in rows]
-
-    def _write_weight(self, path: Keys, writer: ShardWriter) -> None:
-        name, source = str(path[1]), self.checkpoint.read(path)
-        if name not in self.entries:
-            writer.add(path, source)
-            return
-        for target, entry in self.entries[name].items():
-            is_parameter = entry.name in self.plan.parameters
-            bad = first_non_finite([(name, source)], infinite_allowed=not is_parameter and not entry.grows)
-            if bad is not None:
-                raise UserError(f"{name!r} has NaN or infinite entries; use an earlier checkpoint")
-            if is_parameter:
-                wide = torch.empty(entry.wide_shape, dtype=source.dtype)
-                constant = write_alone(wide, source, entry, self.method, self.noise, self.seed)
-                self.constants[entry.name] = constant
-            else:
-                wide = _duplicated(source, entry)
-            writer.add((path[0], target), wide)
-
-    def _write_state(self, path: Keys, optimizer: Optimizer, writer: ShardWriter) -> None:
-        """State of a parameter's shape, duplicated and scaled; counters as they are."""
-        section, part, name, key = path
-        value, rule = self.checkpoint.read(path), rule_of(optimizer)
-        if name not in self.entries:
-            raise UserError(f"{self.checkpoint.folder} is damaged: its optimizer has a parameter {name!r}")
-        if first_non_finite([(str(key), value)] if isinstance(value, Tensor) else []) is not None:
-            raise UserError(
-                f"optimizer state {key!r} of {name!r} has NaN or infinite entries; use an earlier checkpoint, or "
-                "leave the state out: --no-optimizer"
+        constants = grow_tensors(entries, method, added, read, write, seed)
+        grown = {f"net.{source_of(plan.layers, name)}" for entry in entries for name in entry.names}
+        for path in shards.paths(WEIGHTS):
+            if path[1] not in grown:
+                writer.add(path, shards.read(path))
+        for number, before in enumerate(narrow_opts):
+            _write_optimizer(
+                f"optimizer_{number}", before, wide_opts[number], plan, narrow, wide, method, shards, writer
             )
-        for target, entry in self.entries[str(name)].items():
-            place = section, part, target, key
-            begins = entry.inserted == "identity"  # a new layer has no history
-            if not isinstance(value, Tensor) or key not in rule.state:
-                writer.add(place, value * 0 if begins else value)
-                continue
-            scale = 0.0 if begins else table.state(self.method.scale(entry), rule.state.get(str(key), 0))
-            writer.add(place, _duplicated(value, entry, scale))
-
-    def _write_groups(self, number: int, optimizer: Optimizer, writer: ShardWriter) -> None:
-        names = iter(optimizer_names(self.wide, optimizer, "net."))
-        for index, group in enumerate(optimizer.state_dict()["param_groups"]):
-            for key, value in group.items():
-                kept = [next(names) for _ in value] if key == "params" else value
-                writer.add((f"optimizer_{number}", "param_groups", index, key), kept)
+        rest = dict(shards.rest)  # with schedules that are rescaled already
+        set_size_(rest, size, wide, wide_opts)
+        writer.finish(rest)
+    sigma = {name: constants[name] for name in plan.parameters}
+    centred = added is not None and added.centred
+    seconds = time.perf_counter() - start
+    return UpscaleReport(plan, None, sigma, (*notes, *plan.notes), seconds, wide, method, centred)
 
 
-def _refuse_method(method: GrowthMethod, optimizer: bool) -> None:
-    name = type(method).__name__
-    if type(method).edit_ is not GrowthMethod.edit_:
-        raise UserError(
-            f"{name} changes weights across layers, and a sharded checkpoint is widened tensor by tensor. Use another "
-            "method, or grow inside the run"
-        )
-    if optimizer and (method.state != "carry" or not method.state_to_copies):
-        raise UserError(
-            f"{name} does not carry the optimizer state over, which a sharded checkpoint must hold. Use another "
-            "method, grow inside the run, or leave the state out: --no-optimizer"
-        )
+def _read_finite(shards: ShardedCheckpoint, path: Keys, *, infinite_allowed: bool = False) -> Tensor:
+    value: Tensor = shards.read(path)
+    if first_non_finite([("", value)], infinite_allowed=infinite_allowed) is not None:
+        key, remedy = (path[1], "") if path[0] == WEIGHTS else (f"{path[3]} of {path[2]}", ", or --no-optimizer")
+        raise UserError(f"{key!r} has NaN or infinite entries; use an earlier checkpoint{remedy}")
+    return value
+
+
+def _saved_optimizers(shards: ShardedCheckpoint, narrow: nn.Module) -> list[Optimizer]:
+    """The optimizers of the checkpoint on the meta device: their groups, and the shapes of their state."""
+    saved = shards.rest[CHECKPOINT_KEY]
+    found = list(shards.optimizers(shards.read_small))
+    if [Counter(names) for names, _ in found] != [Counter(names) for names in saved.get("optimizer_names", [])]:
+        raise UserError(f"{shards.folder} is damaged: its optimizers have other parameters than it names")
+    refuse_malformed_optimizers({CHECKPOINT_KEY: saved, "optimizer_states": [state for _, state in found]})
+    rows = zip(found, saved["optimizer_classes"], strict=True)
+    return [saved_optimizer(narrow, state, names, kind) for (names, state), kind in rows]
+
+
+def _write_optimizer(
+    section: str,
+    before: Optimizer,
+    after: Optimizer,
+    plan: Plan,
+    narrow: nn.Module,
+    wide: nn.Module,
+    method: GrowthMethod,
+    shards: ShardedCheckpoint,
+    writer: ShardWriter,
+) -> None:
+    """Writes the state and the groups of an optimizer. New layers, which have no history, get zeros."""
+    done = set[Keys]()
+
+    def read(entry: Growth, key: str, value: Tensor) -> Tensor:
+        return _read_finite(shards, (section, "state", f"net.{entry.origin}", key)) if value.is_meta else value
+
+    def write(entry: Growth, key: str, value: Tensor) -> Tensor:
+        path = section, "state", f"net.{entry.name}", key
+        writer.add(path, value)
+        done.add(path)
+        return value.to("meta")
+
+    continuation = Continuation(plan, narrow, before, wide, method.rates, method.state)
+    continuation.transfer(after, **method.state_settings(), read=read, write=write)
+    sources, targets = dict(narrow.named_parameters()), dict(wide.named_parameters())
+    for name, entry in plan.parameters.items():
+        own, narrow_state = after.state.get(targets[name], {}), before.state.get(sources[entry.origin], {})
+        for key in own | narrow_state:
+            path = section, "state", f"net.{name}", key
+            value = own.get(key, narrow_state.get(key))
+            if path not in done and key in continuation.rule.state:
+                value = torch.zeros(entry.wide_shape, dtype=narrow_state[key].dtype)
+            elif key not in own:
+                value = value * 0
+            if path not in done:
+                writer.add(path, value)
+    names = iter(optimizer_names(wide, after, "net."))
+    for index, group in enumerate(after.state_dict()["param_groups"]):
+        for key, value in group.items():
+            kept = [next(names) for _ in value] if key == "params" else value
+            writer.add((section, "param_groups", index, key), kept)
 
 
 def _networks_of_shards(checkpoint: ShardedCheckpoint, module: Growable, size: Size) -> tuple[nn.Module, nn.Module]:
     """The narrow and the wide network on the meta device. Raises a UserError if the weights are of another model."""
     if "current_model_state" in checkpoint.rest:
         raise UserError(
-            f"{checkpoint.folder} has the weights of an EMA run, which are widened in a file only; save it as one: "
+            f"{checkpoint.folder} has the weights of an EMA run, which grow in a file only; save it as one: "
             "save_distributed_checkpoint: false"
         )
     narrow, wide = (module.network(*each, meta=True) for each in (module.size, size))
@@ -381,11 +384,3 @@ def _networks_of_shards(checkpoint: ShardedCheckpoint, module: Growable, size: S
             )
     restore_mixed_widths(narrow, checkpoint.rest[CHECKPOINT_KEY].get("mixed_widths", {}))
     return narrow, wide
-
-
-def _duplicated(source: Tensor, entry: Growth, scale: float = 1.0) -> Tensor:
-    if not entry.wide_shape:
-        return source * scale if scale != 1.0 else source
-    target = torch.empty(entry.wide_shape, dtype=source.dtype)
-    duplicate_(target, source, entry.layouts, scale=scale)
-    return target

@@ -1,4 +1,4 @@
-"""verify: check whether a configured model can be widened exactly, and name the layer that cannot.
+"""verify: check whether a configured model grows exactly, and name the layer that does not.
 
 Trains float64 copies of both widths side by side on the model's data, and compares them. A model's own
 configure_optimizers is refused if it cannot continue after the growth. Of another growth method than
@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from mupscale.base_shapes import apply_mup
 from mupscale.checks.verify import check_claim, verify
 from mupscale.commands.configured import configured, first_batches, growths, optimizers_of_copies, refuse_own_rates
+from mupscale.commands.growth_plans import LossBySize
 from mupscale.commands.process import columns, paint, progress_bar
 from mupscale.methods import Duplication
 from mupscale.models.base import has_own_optimizers
-from mupscale.models.growth_check import LossBySize
 from mupscale.widening.hints import Hints
 
 NOT_CHECKED = "cannot be checked outside of a run: model.optimizer is checked in its place"

@@ -106,7 +106,8 @@ def test_a_warm_up_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_configured_noise_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configuration(tmp_path / "c.yaml")
     assert arguments_of_check(monkeypatch, config)[1]["noise"] == DEFAULT_NOISE
-    for noise, std in (("", None), (", noise: {class_path: AdditiveNoise, init_args: {std: 0.25}}", 0.25)):
+    given = ", noise: {class_path: AdditiveNoise, init_args: {std: 0.25}}"
+    for noise, std in (("", DEFAULT_NOISE.std), (", noise: null", None), (given, 0.25)):
         swap = f"{{class_path: UpscaleCallback, init_args: {{at_step: 1, width: 16{noise}}}}}"
         taken = arguments_of_check(monkeypatch, config, f"--trainer.callbacks=[{swap}]")[1]["noise"]
         assert getattr(taken, "std", None) == std

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import LR, small, trials, upscale
+from command_line import LR, small, upscale
 from lightning.pytorch import Trainer
 from program_server import CORE_ONLY, environment
 from programs import start_program, wait_until
@@ -18,7 +18,7 @@ from slow_saves import save_in_background
 from tiers import slow_except
 
 from mupscale.__main__ import main
-from mupscale.callbacks import swap
+from mupscale.callbacks import growth_schedule
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.plain import Summary
 from mupscale.commands import cli
@@ -40,6 +40,28 @@ def ended(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]
     if isinstance(code, str):  # which python prints, and exits with 1
         return 1, code
     return code, lines[-1] if lines else ""
+
+
+FAILED_GROWTHS = {
+    "a diverged run": ("--model.optimizer.lr=1e308", "has NaN or infinite entries"),
+    "half precision": ("--trainer.precision=16-true", "has NaN or infinite entries"),
+    "noise beyond float32": ("--trainer.callbacks.init_args.noise.init_args.std=1e308", "it is too large for"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the training loss is (nan|inf)")
+@pytest.mark.parametrize("name", FAILED_GROWTHS)
+def test_a_growth_that_fails_is_one_line_with_the_way_back(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    option, problem = FAILED_GROWTHS[name]
+    config = small(tmp_path / "c.yaml", upscale(5, 16))
+    code, line = ended(capfd, "fit", "--config", config, option, "--trainer.enable_progress_bar=false")
+    assert (code, len(line.splitlines())) == (1, 1)
+    assert line.startswith("error: the growth to width 16 at step 5 failed: ")
+    assert problem in line
+    assert line.endswith("is saved in runs/default/version_0/checkpoints/pre-upscale-5.ckpt")
 
 
 @pytest.mark.slow
@@ -65,7 +87,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int, int]] = {
     "set-up": (Covertype, "setup", 0, 0, 0),
     "the first batch": (Summary, "on_train_start", 0, 0, 0),
     "a batch": (Curves, "on_train_batch_end", 8, 8, 8),
-    "the swap": (swap, "grow", 10, 11, 11),
+    "the swap": (growth_schedule, "grow", 10, 11, 11),
     "checkpointing": (Curves, "on_save_checkpoint", 10, 10, 10),
 }
 """A function that the signal comes before, the step from which on it does, the step at which the run then ends, and the
@@ -174,12 +196,12 @@ def test_ctrl_c_says_how_to_go_on(
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Makes the loss of one step NaN, and with it the weights after it."""
-    loss, calls = MLP.training_step, []
+    """Makes the loss of one step NaN, and with it the weights after it, in the first run that takes it."""
+    loss, poisoned_steps = MLP.training_step, []
 
     def poisoned(self: MLP, batch: Any, batch_idx: int) -> Any:
-        calls.append(None)
-        if len(calls) - 1 == step:
+        if self.global_step == step and not poisoned_steps:
+            poisoned_steps.append(step)
             batch = [batch[0] * float("nan"), *batch[1:]]
         return loss(self, batch, batch_idx)
 
@@ -222,14 +244,6 @@ def test_stop_on_nan_ends_the_run_and_names_the_last_finite_checkpoint(
         assert f" of step {saved or 10}; go on: python -m mupscale resume {run}" in line
     step, content = newest_checkpoint(run)[0], newest_checkpoint(run)[1]
     assert step is None or non_finite_in(content) is None
-
-
-@pytest.mark.slow
-def test_a_trial_whose_loss_is_nan_has_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(tmp_path / "c.yaml", enable_progress_bar=False)
-    poison(monkeypatch, 3)
-    main(["sweep", "--config", config, "--stop_on_nan", "--out", "out", "--sweep", f"{LR}=0.01,0.02"])
-    assert next(row["last_epoch"] for row in trials(tmp_path / "out")) == "diverged"
 
 
 # --- several processes

@@ -1,5 +1,6 @@
 """Losses, FLOPs and validations read from event files: whole, resumed and damaged ones."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,21 @@ def test_a_file_that_breaks_off_is_read_up_to_there(tmp_path: Path, cut: int):
     assert log.damaged
     assert log.loss == {1: 1.0, 2: 2.0, 3: 3.0}  # only the last one's FLOPs are gone
     assert log.flops == {1: 3e6, 2: 6e6}
+
+
+@pytest.mark.parametrize("step", [2**61, 2**54, -(2**61), -2])
+def test_a_step_that_no_run_reaches_is_damage(tmp_path: Path, step: int):
+    logged(tmp_path, {1: 1.0, 2: 2.0, step: 3.0}, "events.out.tfevents.1.host.1.0")
+    log = read_log(tmp_path)
+    assert log.damaged
+    assert log.loss == {1: 1.0, 2: 2.0}
+
+
+def test_a_pipe_is_damage(tmp_path: Path):
+    logged(tmp_path, {1: 1.0}, "events.out.tfevents.1.host.1.0")
+    os.mkfifo(tmp_path / "events.out.tfevents.1.host.1.1")
+    log = read_log(tmp_path)
+    assert (log.damaged, log.loss) == (True, {1: 1.0})
 
 
 def test_a_number_that_was_changed_is_not_believed(tmp_path: Path):

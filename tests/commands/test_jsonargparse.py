@@ -35,7 +35,7 @@ def callback(name: str, **arguments: object) -> dict[str, object]:
 REMEDIES: dict[str, tuple[dict[str, object], str]] = {
     "noise that is a number": (
         callback("UpscaleCallback", noise=0.1),
-        "trainer.callbacks.noise: give class_path and init_args of a Noise; got 0.1",
+        "trainer.callbacks.noise: give class_path and init_args of a Noise, or 'auto'; got 0.1",
     ),
     "a wrong type": (mlp(width="wide"), "model.width: Expected a int; Expected a list; got wide"),
     "a model that is a number": ({"model": 3}, "model: give class_path and init_args of a Growable; got 3"),

@@ -182,6 +182,7 @@ def test_a_checkpoint_in_the_background_that_does_not_fit(
     assert newest_checkpoint(RUN)[1]["global_step"] == 20
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # in the thread of TensorBoard
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_curves_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, writes = RecordWriter.write, []

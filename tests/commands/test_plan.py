@@ -21,6 +21,16 @@ def test_the_plan_of_every_growth_is_printed(capsys: pytest.CaptureFixture[str])
     assert [path.name for path in Path().iterdir()] == ["c.yaml"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("command", ["plan", "sweep"])
+def test_the_configuration_that_a_run_wrote_is_read(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fit", "--config", small(Path("c.yaml"), max_steps=6)])
+    options = ["--sweep", "model.optimizer.lr=0.1", "--out", "s"] if command == "sweep" else []
+    main([command, "--config", "runs/default/version_0/config.yaml", *options])
+    assert ("best.yaml" if command == "sweep" else "width 8 → 16") in capsys.readouterr().out
+
+
 DEEPER = ["--model.layers=2", "--model.base_layers=2"]
 
 
@@ -33,7 +43,7 @@ def test_the_plan_of_more_layers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "blocks, 2 → 4 layers: 0 = 0, 1 (copy of 0), 2 = 1, 3 (copy of 1)" in printed
     fewer = ["--callback_args={UpscaleCallback: {layers: 1}}"]
     message = refused("plan", "--config", "c.yaml", *DEEPER, *fewer)
-    assert message == "error: UpscaleCallback.layers = 1 are not more layers than before it, 2"
+    assert "does not fit the width 8 and 2 layers before it: blocks (2 → 1 layers): the deep model has fewer" in message
 
 
 def test_what_a_class_does_not_declare_is_found(

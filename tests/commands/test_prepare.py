@@ -176,9 +176,9 @@ def test_bad_text_is_named_and_leaves_nothing(tmp_path: Path, name: str, content
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--vocab", "65537"], "--vocab 65537: wanted 257 (all bytes, and the end of text) to 65536"),
+        (["--vocab", "65537"], "--vocab 65537: wanted 257, all bytes and the end of text, to 65536"),
         (["--vocab", "256"], "--vocab 256: wanted 257"),
-        (["--vocab", "60000"], "--vocab 60000: article.txt gives no more than "),
+        (["--vocab", "60000"], "--vocab 60000: article.txt has but "),
         (["--vocab", "300", "--val-fraction", "0"], "--val-fraction 0.0: wanted a number between 0 and 1"),
         (["--vocab", "300", "--val-fraction", "nan"], "--val-fraction nan"),
         (["--vocab", "300", "--val-fraction", "0.0001"], "none of its 120 documents falls to the split `val`"),

@@ -4,6 +4,7 @@ import gc
 import io
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +14,17 @@ from command_line import small, upscale
 from mupscale.__main__ import main
 from mupscale.commands import process
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.process import columns, loaded, progress_bar
+from mupscale.commands.process import (
+    Terminated,
+    columns,
+    end_now,
+    interruptions,
+    loaded,
+    on_sigterm,
+    progress_bar,
+    raise_for,
+    refuse_folder,
+)
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -103,6 +114,35 @@ def test_a_log_gets_the_progress_of_long_work_only(
 
 
 # --- imports
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_end_a_process_raise_unless_it_ignores_them(number: signal.Signals) -> None:
+    with pytest.raises(Terminated), on_sigterm(end_now):
+        signal.raise_signal(number)
+    with interruptions() as seen:
+        signal.raise_signal(number)
+    with pytest.raises(Terminated):
+        raise_for(seen)
+    before = signal.signal(number, signal.SIG_IGN)  # as nohup does
+    try:
+        with on_sigterm(end_now), interruptions() as seen:
+            signal.raise_signal(number)
+    finally:
+        assert signal.signal(number, before) is signal.SIG_IGN
+    assert seen == []
+
+
+def test_ctrl_c_is_an_interrupt() -> None:
+    with interruptions() as seen:
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        raise_for(seen)
+
+
+def test_the_root_is_a_folder_like_others() -> None:
+    refuse_folder("--out", Path("/"))
+    refuse_folder("--out", Path("/new"))
 
 
 def test_an_error_switches_the_collector_on() -> None:

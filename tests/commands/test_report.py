@@ -1,14 +1,15 @@
-"""Reports: the page and its figures, mistakes after which nothing is written, and runs made by `fit`."""
+"""Reports: what runs and sweeps they read, the comparison at equal compute, the page, and mistakes."""
 
-import base64
-import io
-import re
+import csv
+import json
+import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
+from paths import ROOT
 from PIL import Image
-from programs import run_program
 from synthetic_runs import (
     Page,
     accuracy,
@@ -16,17 +17,265 @@ from synthetic_runs import (
     epochs,
     report,
     scratch,
-    upscale,
     upscaled,
-    write_experiment,
     write_run,
     write_sweep,
 )
 
 from mupscale.__main__ import main
 from mupscale.commands import figures
+from mupscale.commands.reporting import flops_text, interval, load_curves, load_runs
+from mupscale.commands.reporting.compare import compare
+from mupscale.commands.reporting.frames import Comparison, Results
+from mupscale.commands.reporting.runs import LoggedRun, windows_of
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+@pytest.fixture
+def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
+
+
+def three_arms() -> None:
+    """Two seeds. A step costs 1 TFLOP of a base, and 10 of the others; an epoch is 20 steps."""
+    for seed in (0, 1):
+        base(epochs(3.0, 2.0 + seed / 10), seed)
+        scratch([4.0 - 0.2 * epoch + seed / 10 for epoch in range(10)], seed)
+        upscaled([2.0 - 0.1 * epoch for epoch in range(10)], seed)
+
+
+def compared() -> list[Comparison]:
+    return Results.read(["runs"]).comparisons
+
+
+# --- tables
+
+
+def test_a_row_for_each_run() -> None:
+    three_arms()
+    runs = load_runs("runs")
+    assert runs.arm.tolist() == ["upscaled"] * 2 + ["from scratch"] * 2 + ["base"] * 2
+    assert runs["size"].tolist() == ["500 → 2000"] * 2 + ["2000"] * 2 + ["500"] * 2
+    assert runs.seed.tolist() == [0, 1] * 3
+    assert runs.flops.tolist() == [2000e12] * 4 + [200e12] * 2
+    assert runs.base_flops.tolist() == [200e12] * 2 + [0.0] * 4
+    assert runs.samples.tolist() == [200 * 2000.0] * 6
+    assert runs.final_loss.tolist() == pytest.approx([1.1, 1.1, 2.2, 2.3, 2.0, 2.1])
+    assert not runs.is_tuning.any()
+
+
+def test_a_row_for_each_point_of_a_curve() -> None:
+    three_arms()
+    curves = load_curves("runs/scratch")
+    assert len(curves) == 2 * 200 / 5
+    first = curves.iloc[0]
+    assert (first.arm, first.seed, first.step, first.samples, first.flops) == ("scratch", 0, 5, 1e4, 5e13)
+    assert first.loss == pytest.approx(4.0)
+
+
+def test_a_recorded_metric_is_the_final_loss() -> None:
+    judge = {"class_path": "x.TrialMetric", "init_args": {"metric": "last_2%"}}
+    scratch(epochs(1.0), values={"trainer.callbacks": [judge]}, result=0.75)
+    scratch(epochs(1.0), 1, values={"trainer.callbacks": [judge]}, result=math.inf)
+    runs = load_runs("runs")
+    assert runs.final_loss[0] == 0.75
+    assert math.isnan(runs.final_loss[1])
+    assert runs.state[1].startswith("diverged")
+
+
+def test_trials_of_a_sweep_are_tuning_and_seeds_of_one_configuration_are_runs() -> None:
+    for lr in (0.1, 0.2):
+        values = {"model.init_args.optimizer.init_args.lr": lr}
+        write_run(Path(f"runs/sweep_1/trials/lr={lr}"), epochs(2.0), flops=lambda step: step * 1e9, values=values)
+    write_sweep(
+        "runs/sweep_1", {"model.optimizer.lr": [0.1, 0.2]}, "lr=0.1: best", ["trial,model.optimizer.lr,last_epoch,run"]
+    )
+    for seed in (0, 1):
+        write_run(Path(f"runs/last/trials/000_run,seed={seed}"), epochs(1.0), seed=seed)
+    write_sweep("runs/last", {})
+    runs = load_runs("runs")
+    assert runs.is_tuning.tolist() == [False, False, True, True]
+    assert runs.role.tolist() == ["other", "other", "tuning", "tuning"]
+    assert set(runs.arm) == {"last", "runs/sweep_1"}
+    assert Results.read(["runs"]).tuning_flops == 400e9
+
+
+def test_windows_are_epochs_or_a_fiftieth_of_the_steps() -> None:
+    run = LoggedRun(scratch(lambda step: float(step)))
+    assert windows_of([run]).of(run)[1].tolist()[:2] == [12.5, 32.5], "means of the steps 5 to 20, and 25 to 40"
+    long = {"trainer.max_steps": 1000, "trainer.max_epochs": -1, "trainer.log_every_n_steps": 1}
+    run = LoggedRun(write_run(Path("long"), lambda step: float(step), values=long, steps_per_epoch=900))
+    ends, means = windows_of([run]).of(run)
+    assert (windows_of([run]).size, ends[-1], means[-1]) == (20, 1000, 990.5)
+
+
+# --- at equal compute
+
+
+def test_arms_are_compared_where_the_cheaper_one_ends() -> None:
+    """From scratch ends at 2,000 TFLOPs; with its base the upscaled run has then 1,800 of its own."""
+    three_arms()
+    (found,) = compared()
+    assert (found.arm.name, found.reference.name, found.at_flops) == ("upscaled", "from scratch", 2000e12)
+    assert list(found.ours.values()) == pytest.approx([1.2, 1.2]), "the mean of its ninth epoch"
+    assert list(found.theirs.values()) == pytest.approx([2.2, 2.3])
+    assert found.equal.mean == pytest.approx(1.05)
+    assert found.final.mean == pytest.approx(1.15)
+
+
+def test_the_cost_of_reaching_the_lowest_loss_from_scratch() -> None:
+    """2.0 in the first epoch is below 2.2 and 2.3: 200 TFLOPs; tuning cost 400, the base 200."""
+    three_arms()
+    write_run(Path("runs/sweep_1/trials/0"), epochs(2.0), flops=lambda step: step * 2e12)
+    write_sweep("runs/sweep_1", {"model.optimizer.lr": [0.1, 0.2]})
+    (found,) = compared()
+    assert list(found.reached.values()) == [200e12, 200e12]
+    assert [(flops / 1e12, factor) for _, flops, factor in found.costs] == [
+        (2000, 1), (200, 10), (600, pytest.approx(10 / 3)), (400, 5), (800, 2.5),
+    ]  # fmt: skip
+
+
+def test_a_loss_that_is_never_reached_has_no_cost() -> None:
+    for seed in (0, 1):
+        base(epochs(3.0), seed)
+        scratch(epochs(1.0), seed)
+        upscaled(epochs(2.0, 1.5 - seed), seed)
+    (found,) = compared()
+    assert found.reached == {0: math.inf, 1: 200e12 + 200e12}
+    assert found.costs == []
+
+
+def test_seeds_without_a_partner_are_in_no_comparison() -> None:
+    three_arms()
+    upscaled(epochs(0.1), 7)
+    base(epochs(3.0), 7)
+    (found,) = compared()
+    assert list(found.ours) == [0, 1]
+    assert found.final.seeds == [0, 1]
+
+
+def test_without_its_base_a_run_is_not_compared_at_equal_compute() -> None:
+    scratch(epochs(1.0))
+    upscaled(epochs(0.5))
+    (found,) = compared()
+    assert found.ours == {}
+    assert found.final.mean == pytest.approx(0.5)
+
+
+def test_arms_are_corrected_for_their_number() -> None:
+    """Plain runs: the reference is the arm that ends lowest."""
+    for seed in (0, 1, 2):
+        for lr, loss in ((0.1, 1.0), (0.2, 1.2), (0.4, 1.5)):
+            values = {"model.init_args.optimizer.init_args.lr": lr}
+            folder = Path(f"runs/lr-{lr}/seed={seed}")
+            write_run(folder, epochs(loss + seed * lr / 10), seed=seed, values=values, flops=lambda step: step * 1e12)
+    found = compared()
+    assert [(each.arm.name, each.reference.name, each.equal.pairs) for each in found] == [
+        ("lr-0.2", "lr-0.1", 6), ("lr-0.4", "lr-0.1", 6),
+    ]  # fmt: skip
+    assert found[0].equal.mean == pytest.approx(-0.21)
+    single = compare(found[0].ours, found[0].theirs)
+    assert found[0].equal.high - found[0].equal.low > single.high - single.low
+
+
+def test_diverged_and_unfinished_runs_are_named_and_left_out() -> None:
+    three_arms()
+    scratch(lambda step: 1.0 if step < 100 else math.nan, 2)
+    upscaled(epochs(1.0), 3, steps=100)
+    results = Results.read(["runs"])
+    notes = " ".join(results.notes)
+    assert "from scratch, seed 2 (runs/scratch/seed=2): diverged at step 100" in notes
+    assert "upscaled, seed 3 (runs/upscale/seed=3): in progress, 100 of 200 steps" in notes
+    assert list(results.comparisons[0].final.seeds) == [0, 1]
+
+
+# --- words
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [
+        (3.29e9, "3.29 GFLOPs"), (598e12, "598 TFLOPs"), (0.99996e12, "1.00 TFLOPs"), (6.7e15, "6.70 PFLOPs"),
+        (12, "12.0 FLOPs"), (0.0, "0.00 FLOPs"), (math.nan, "—"), (None, "—"),
+    ],
+)  # fmt: skip
+def test_flops_in_a_unit_that_fits(flops: float | None, text: str) -> None:
+    assert flops_text(flops) == text
+
+
+def test_intervals() -> None:
+    assert interval(compare({0: 1.0, 1: 1.1, 2: 1.2}, {0: 1.3, 1: 1.4, 2: 1.6})) == "+0.333 (+0.19 to +0.48)"
+    assert interval(compare({0: 1.5}, {0: 1.0})) == "-0.5"
+    assert interval(compare({}, {})) == "—"
+
+
+# --- the page
+
+
+@pytest.mark.usefixtures("rendered_figures")
+def test_the_page() -> None:
+    three_arms()
+    for seed in (0, 1):
+        scratch([4.0 - 0.2 * epoch + seed / 10 for epoch in range(10)], seed, validation=accuracy(0.75))
+    page = Page(report())
+    rows = page.table("")
+    assert rows[0][:2] == ["upscaled", "2"]
+    assert rows[0][2] == "2.00 PFLOPs"
+    names = sorted(path.name for path in Path("report").iterdir())
+    plots = [f"training_loss_{axis}.{kind}" for axis in ("flops", "samples", "steps") for kind in ("pdf", "png")]
+    assert {"comparisons.csv", "curves.csv", "index.html", "runs.csv", *plots, "val_accuracy_steps.png"} <= set(names)
+    with Image.open("report/training_loss_flops.png") as image:
+        assert image.width > 600
+    (row,) = csv.DictReader(Path("report/comparisons.csv").read_text().splitlines())
+    assert (row["arm"], row["reference"], float(row["equal_compute_mean"])) == (
+        "upscaled",
+        "from scratch",
+        pytest.approx(1.05),
+    )
+    assert 'src="http' not in Path("report/index.html").read_text()
+
+
+@pytest.mark.usefixtures("_without_figures")
+def test_a_sweep_alone_shows_its_table() -> None:
+    lines = [
+        "trial,model.optimizer.lr,last_epoch,run",
+        "0,0.1,0.51234567,trials/0",
+        "1,0.2,0.6,trials/1",
+        "2,0.4,diverged,x",
+    ]
+    write_run(Path("swept/trials/0"), epochs(1.0))
+    write_sweep("swept", {"model.optimizer.lr": [0.1, 0.2, 0.4]}, "lr=0.1: last_epoch 0.5", lines)
+    page = Page(report("swept"))
+    assert page.table("trial") == [["0", "0.1", "0.51235"], ["1", "0.2", "0.6"], ["2", "0.4", "diverged"]]
+    assert "3 trials" in page.text
+
+
+@pytest.mark.usefixtures("_without_figures")
+def test_names_are_escaped() -> None:
+    name = "runs/<script>alert(1)</script>"
+    write_run(Path(name), epochs(1.0))
+    assert "<script>" not in report()
+
+
+def test_growth_is_marked_on_every_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        figures, "bands", lambda path, bands, *_: drawn.append((path.name, bands)) or [figures_file(path)] * 2
+    )
+    swap = {"class_path": "mupscale.callbacks.upscale.UpscaleCallback", "init_args": {"at_step": 100, "width": 2000}}
+    values = {"trainer.callbacks": [swap]}
+    write_run(Path("runs/a"), epochs(1.0), flops=lambda step: step * 1e12, values=values, grown={100: 2000})
+    report()
+    marks = {name: bands[0].marks for name, bands in drawn}
+    assert marks == {
+        "training_loss_steps": [100.0], "training_loss_samples": [200_000.0], "training_loss_flops": [1e14],
+    }  # fmt: skip
+
+
+def figures_file(path: Path) -> Path:
+    Path(f"{path}.png").write_bytes(b"")
+    return Path(f"{path}.png")
 
 
 # --- mistakes
@@ -49,7 +298,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
         ),
     ],
 )
-def test_runs_of_different_tasks(key: str, value: Any, message: str):
+def test_runs_of_different_tasks(key: str, value: Any, message: str) -> None:
     base(epochs(1.0))
     scratch(epochs(1.0), values={key: value})
     with pytest.raises(ValueError, match="runs/base/seed=0 and runs/scratch/seed=0 are of different tasks") as error:
@@ -66,148 +315,39 @@ def test_runs_of_different_tasks(key: str, value: Any, message: str):
         (["empty"], "empty holds no runs"),
         (["runs", "empty"], "empty holds no runs"),
         (["begun"], "there is nothing to report in begun. begun has logged no training loss"),
-        (["swept"], "there is nothing to report in swept. To show the trials of a sweep, name swept/trials."),
-        (["broken"], "broken/experiment.json is damaged"),
     ],
 )
-def test_folders_that_hold_nothing(folders: list[str], message: str):
+def test_folders_that_hold_nothing(folders: list[str], message: str) -> None:
     base(epochs(1.0))
     Path("empty/inner").mkdir(parents=True)
     write_run(Path("begun"), [], steps=0)
-    write_run(Path("swept/trials/0"), epochs(1.0))
-    write_sweep("swept", {})
-    Path("broken").mkdir()
-    Path("broken/experiment.json").write_text("[]")
     with pytest.raises(SystemExit) as end:
         main(["report", *folders, "--out", "report"])
     assert str(end.value.code).startswith(f"error: {message}")
     assert not Path("report").exists()
 
 
-def test_other_files_are_not_overwritten():
+@pytest.mark.usefixtures("_without_figures")
+def test_only_a_report_is_overwritten() -> None:
     base(epochs(1.0))
-    Path("report").mkdir()
-    Path("report/index.html").write_text("<p>mine</p>")
-    with pytest.raises(ValueError, match="--out report has files but no report"):
-        report()
-    assert [path.name for path in Path("report").iterdir()] == ["index.html"]
-    report(out="again")
-    Path("again/summary.json").unlink()
-    report(out="again")
-    assert Path("again/summary.json").is_file()
-    Path("file").write_text("")
-    with pytest.raises(ValueError, match="--out file is not a folder"):
-        report(out="file")
+    Path("mine").mkdir()
+    Path("mine/index.html").write_text("<p>mine</p>")
+    with pytest.raises(ValueError, match="--out mine has files but no report"):
+        report(out="mine")
+    assert report() == report()
 
 
-def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.MonkeyPatch):
-    base(epochs(1.0), validation=accuracy(0.5))
-    report()
-    Path("report/notes.txt").write_text("mine")
-    before = {path.name: path.read_bytes() for path in Path("report").iterdir()}
-    assert "val_accuracy_steps.png" in before
-    scratch(epochs(1.0), values={"data.init_args.batch_size": 1})
-    with pytest.raises(ValueError, match="different tasks"):
-        report()
-
-    def fails(*_: Any) -> str:
-        raise RuntimeError("in the last moment")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mupscale.commands.reporting.as_csv", fails)
-        with pytest.raises(RuntimeError):
-            report("runs/base")
-    assert {path.name: path.read_bytes() for path in Path("report").iterdir()} == before
-    assert not list(Path().glob(".report-*"))
-    base(epochs(1.0))
-    report("runs/base")
-    after = {path.name for path in Path("report").iterdir()}
-    names = {f"val_accuracy_{axis}.{kind}" for axis in ("steps", "flops") for kind in ("png", "pdf")}
-    assert set(before) - after == names
-    assert Path("report/notes.txt").read_text() == "mine"
-
-
-# --- the page
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("rendered_figures")
-def test_the_page_needs_nothing_else():
-    values = {"data.init_args.data_dir": "<script>alert(1)</script>"}
-    scratch(epochs(1.0, 0.5), validation=accuracy(0.7), values=values, flops=None)
-    text, summary = report()
-    assert not re.search(r"<(script|link|iframe|object|embed)|url\(|@import|https?://", text)
-    sources = re.findall(r'(?:src|srcset|href|data|action|poster)="([^"]*)"', text)
-    assert len(sources) == 2  # loss and accuracy, against steps
-    for source in sources:
-        kind, _, content = source.partition(",")
-        assert kind == "data:image/png;base64"
-        assert Image.open(io.BytesIO(base64.b64decode(content, validate=True))).convert("RGB").width >= 700
-    files = {path.name for path in Path("report").iterdir()}
-    assert files == {*summary["files"]}
-    assert {name for name in files if name.endswith(".pdf")} == {"training_loss_steps.pdf", "val_accuracy_steps.pdf"}
-    assert Path("report/training_loss_steps.pdf").read_bytes().startswith(b"%PDF")
-
-
-def test_names_are_text_and_not_markup():
-    """Names of folders, groups, sweeps, experiments and metrics, values of configurations, and descriptions."""
-    marks = {name: f"<script>{name}" for name in ("folder", "std", "sweep", "experiment", "description", "command")}
-    scratch(epochs(0.5))
-    for std in (0.5, marks["std"]):
-        upscaled(epochs(0.4), values={"trainer.callbacks": [upscale(std)]}, name=f"upscale-{std}")
-    metric = {'val/"><script>': lambda step: 0.5}
-    narrow = {"model.init_args.width": 3}
-    write_run(Path("runs") / marks["folder"], epochs(1.0), values=narrow, validation=metric)
-    write_run(Path("sweeps") / marks["sweep"] / "trials/0", epochs(1.0), values=narrow)
-    write_sweep(f"sweeps/{marks['sweep']}", {})
-    write_experiment(marks["experiment"], command=marks["command"], experiment=marks["description"])
-    text, summary = report("runs", f"sweeps/{marks['sweep']}", marks["experiment"])
-    page = Page(text)
-    assert {group["name"] for group in summary["groups"]} >= {marks["folder"], f"upscaled, std {marks['std']}"}
-    assert summary["sweeps"][0]["name"] == marks["sweep"]
-    assert "<script" not in text
-    for mark in marks.values():
-        assert mark in page.text
-    assert 'Validation "><script>, against steps.' in page.text
-
-
-def test_transfer():
-    write_sweep("wide/8-16/lr", {"model.optimizer.lr": [0.1, 0.2]}, best="lr=0.2: it is.")
-    for name in ("wide/transfer.png", "wide/8-16/lr/profile.png"):
-        Image.new("RGB", (4, 4)).save(name)
-    Path("wide/transfer.csv").write_text("sweep,width,value,optimum\nlr,16,0.5,\nlr,16,0.2512345678,*\n")
-    Path("wide/drift.csv").write_text("sweep,exponent\nlr,0.5\n")
-    write_experiment("wide", protocol="transfer", sweeps={"8-16/lr": "8-16/lr"})
-    text, summary = report("wide")
-    page = Page(text)
-    assert page.tables[0] == [["sweep", "width", "value"], ["lr", "16", "0.25123"]]
-    assert page.tables[1] == [["sweep", "exponent"], ["lr", "0.5"]]
-    assert len(page.tables[2]) == 3
-    assert text.count("<img") == 2
-    assert "Best: lr=0.2: it is." in page.text
-    assert summary["experiments"] == [{"folder": "wide", "protocol": "transfer"}]
-
-
-@pytest.mark.slow
-def test_the_command_loads_no_torch():
-    scratch(epochs(0.5), flops=None)
-    heavy = "{'torch', 'lightning', 'optuna'}"
-    code = f"import sys, mupscale.__main__ as m; m.main(['report', 'runs']); print(sorted({heavy} & {{*sys.modules}}))"
-    done = run_program("-c", code)
-    assert done.stdout.splitlines() == [
-        "Scratch ends at 0.5000 (1 seed).",
-        "wrote report/index.html and 4 more files",
-        "[]",
-    ]
-
-
-def test_a_label_is_drawn_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    """It is neither mathematics nor hidden: a folder may have any name."""
-    saved: list[Any] = []
-    monkeypatch.setattr("mupscale.commands.figures.save", lambda drawn, path: saved.append(drawn))
-    figures.bands(Path("named"), [figures.Band("_$x$", 0, [0, 1], [2, 1], [2, 1], [2, 1])], "steps", "_$y$")
-    (ax,) = saved[0].axes
-    texts = [*ax.get_legend().get_texts(), ax.yaxis.label]
-    assert [(text.get_text(), text.get_parse_math(), text.get_visible()) for text in texts] == [
-        ("_$x$", False, True), ("_$y$", False, True),
-    ]  # fmt: skip
+def test_the_notebook_goes_on_from_the_tables() -> None:
+    """Its cells run on runs of three arms, with tuning."""
+    three_arms()
+    write_run(Path("runs/sweep_1/trials/0"), epochs(2.0), flops=lambda step: step * 2e12)
+    write_sweep("runs/sweep_1", {"model.optimizer.lr": [0.1, 0.2]})
+    matplotlib.use("Agg")
+    names: dict[str, Any] = {}
+    for cell in json.loads((ROOT / "examples" / "results.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    names["plt"].close("all")
+    assert names["costs"]["upscaled"] == pytest.approx(2.2)
+    assert names["tuning"] == pytest.approx(0.4)
+    assert names["reached"]["upscaled", 0] == 5 * 10e12

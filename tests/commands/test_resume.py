@@ -20,7 +20,7 @@ from programs import start_fork, wait_for_fork, wait_until
 from tiers import slow_except
 
 from mupscale.__main__ import main
-from mupscale.commands.checkpoints import Claim, checkpoints_of, newest_checkpoint
+from mupscale.commands.checkpoints import FolderLock, checkpoints_of, newest_checkpoint
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "no_crash_left")
 
@@ -246,7 +246,7 @@ def written_by_another(folder: Path) -> Iterator[int]:
     """A process that writes to the folder of a run, and is killed at the end."""
 
     def hold() -> None:
-        claim = Claim(folder)
+        claim = FolderLock(folder)
         claim.begin()
         Path("ready").touch()
         signal.pause()
@@ -312,25 +312,28 @@ def test_the_identity_of_a_run_survives_lost_files(half_a_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_one_before_a_damaged_checkpoint_is_taken(
-    half_a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_missing", [False, True], ids=["damaged", "missing"])
+def test_the_one_before_a_damaged_or_missing_checkpoint_is_taken(
+    is_missing: bool, half_a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["fit", "--config", str(tmp_path / "c.yaml")])
+    fit = ["fit", "--config", str(tmp_path / "c.yaml")]
+    main(fit)
     newest, checkpoint = newest_checkpoint(half_a_run)
     assert newest is not None
     assert checkpoint["global_step"] == 8
     whole = newest.read_bytes()
     at = len(whole) // 2
-    inverted = bytes(255 - byte for byte in whole[at : at + 64])
     for path in half_a_run.rglob("*step=8.ckpt"):  # two names of one file, until a folder is copied
-        path.write_bytes(whole[:at] + inverted + whole[at + 64 :])
-    assert f"{newest} is damaged" in refused("fit", "--config", str(tmp_path / "c.yaml"), f"--ckpt_path={newest}")
+        path.write_bytes(whole[:at] + bytes(255 - byte for byte in whole[at : at + 64]) + whole[at + 64 :])
+        if is_missing:
+            path.unlink()
+    damage = f"{newest} is damaged"
+    assert is_missing or damage in refused(*fit, f"--ckpt_path={newest}")
     capsys.readouterr()
     main(["resume", str(half_a_run)])
     output = capsys.readouterr().out
-    assert f"{newest} is damaged" in output
-    assert "resuming from" in output
-    assert "step=6.ckpt" in output
+    assert (damage in output) != is_missing
+    assert "resuming from runs/default/version_0/checkpoints/resume/step=6.ckpt" in output
     assert_same_end(half_a_run, "runs/default/version_1")
 
 

@@ -36,7 +36,7 @@ def test_a_fit_writes_its_length_and_its_numbers(tmp_path: Path):
     assert result["validation"] == {name: pytest.approx(logged[name][17]) for name in ("val/loss", "val/accuracy")}
     (growth,) = result["growths"]
     assert (growth["step"], growth["before"], growth["after"]) == (4, 8, 16)
-    assert growth["loss_after"] == pytest.approx(logged["widening/loss_after"][4])
+    assert growth["loss_after"] == pytest.approx(logged["x_growth/loss_after"][4])
     assert result["flops"] == pytest.approx(max(logged["x_axis_flops/train/loss"]) * 1e6, abs=1e6)
     assert result["samples"] == 20 * 1000
     assert "value" not in result
@@ -96,10 +96,10 @@ def test_a_run_is_evaluated_and_widened(capsys: pytest.CaptureFixture[str]) -> N
     wide = Path("runs/default/version_0-wide-32.ckpt")
     assert commands == {
         "evaluate": ["validate", "--config", f"{RUN}/config.yaml", "--ckpt_path", str(LAST), *WITHOUT_A_LOG],
-        "widen further": ["upscale", str(LAST), "--width", "32", "--noise", "0.1", "--centred", "--out", str(wide)],
+        "grow further": ["upscale", str(LAST), "--width", "32", "--noise", "0.1", "--centred", "--out", str(wide)],
     }
     main(commands["evaluate"])
-    printed(capsys, *commands["widen further"])
+    printed(capsys, *commands["grow further"])
     assert load_checkpoint(wide)["hyper_parameters"]["width"] == 32
     assert [path.name for path in RUN.parent.iterdir() if path.is_dir()] == [RUN.name]
 
@@ -113,7 +113,7 @@ def test_a_finished_run_goes_on_from_its_folder_for_more_epochs(
     capsys.readouterr()
     main(["resume", "."])
     assert "train it for longer: python -m mupscale resume . --trainer.max_epochs N" in capsys.readouterr().out
-    wide = printed(capsys, "resume", ".", "--trainer.max_epochs", "2")["widen further"]
+    wide = printed(capsys, "resume", ".", "--trainer.max_epochs", "2")["grow further"]
     assert Path(wide[-1]).resolve() == Path.cwd().with_name("version_0-wide-16.ckpt")
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from command_line import refused, small
 from stand_ins import Attack
 
-from mupscale.commands.checkpoints import checked, damage_at, undamaged
+from mupscale.commands.checkpoints import damage_at, load_validated, undamaged
 from mupscale.errors import UserError
 from mupscale.models.sharded import damage_in_shards
 
@@ -51,7 +51,7 @@ def place_of(content: Any, name: str) -> Any:
 def assert_refused(folder: Path, *fragments: str) -> None:
     """By the check that every command makes first, in one line, and nothing runs."""
     with pytest.raises(UserError) as caught:
-        checked(folder)
+        load_validated(folder)
     message = str(caught.value)
     assert all(fragment in message for fragment in fragments), message
     assert "\n" not in message
@@ -59,7 +59,7 @@ def assert_refused(folder: Path, *fragments: str) -> None:
 
 
 def test_a_checkpoint_of_torch_is_accepted(folder: Path):
-    assert checked(folder)["hyper_parameters"] == {"width": 8}
+    assert load_validated(folder)["hyper_parameters"] == {"width": 8}
     again = state()
     again["optimizer_0"]["lr"] = 0.0
     dcp.load(again, checkpoint_id=folder, no_dist=True)

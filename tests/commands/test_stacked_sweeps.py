@@ -14,14 +14,13 @@ from extensions import Counting
 from logged import curves, losses
 from program_server import CORE_ONLY, Server
 from signals import signalled_before
-from sweeps import changed, numbers_of, starts, swept, unlike, values_of
+from sweeps import changed, numbers_of, swept, unlike, values_of
 from tiers import slow_except
 
 from mupscale.__main__ import main
-from mupscale.callbacks.curves import Curves
-from mupscale.commands.lab.stack_loop import StackedSteps
-from mupscale.datamodules.resident import ResidentLoader
+from mupscale.commands.lab.stack import StackFiles
 from mupscale.models.base import Growable
+from mupscale.models.stacked import StackedModule
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -97,21 +96,16 @@ CASES: dict[str, tuple[list[str], list[str], str | None]] = {
     "a loss that logs": (LRS, model("LoggingLoss"), f"{APART}`loss` of many models at once cannot call Lightning"),
     "a mask in the loss": (LRS, model("MaskedLoss"), f"{APART}__getitem__ has no rule for many models"),
     "a training step": (LRS, model("OwnStep"), f"{APART}OwnStep overrides training_step"),
+    "a moving average": (
+        LRS, [f"--trainer.callbacks+={EMA}"], f"{APART}trainer.callbacks has EMAWeightAveraging"),
+    "a callback": (LRS, ["--trainer.callbacks+=extensions.Counting"], f"{APART}trainer.callbacks has Counting"),
     "widths": (["model.width=8,16", f"{LR}=0.01,0.02"], [], None),
     "batch sizes": (["data.batch_size=500,1000"], ["--metric=last_50%"], None),
-    "a moving average": (LRS, [f"--trainer.callbacks+={EMA}"], None),
-    "a callback": (LRS, ["--trainer.callbacks+=extensions.Counting"], None),
-    "a run that is asked to stop, and may not yet": (
-        LRS,
-        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/loss", "--trainer.callbacks.patience=1",
-         "--trainer.callbacks.min_delta=10", "--trainer.max_steps=20", "--trainer.min_steps=20"],
-        None),
 }  # fmt: skip
 """Axes, options, and the one line that says why the trials are not trained together."""
 
-OFTEN = ("an operation that vmap does not know", "a training step", "widths", "a callback",
-         "a run that is asked to stop, and may not yet")  # fmt: skip
-"""A case of each kind: refused by a look at it, refused by trying it, several stacks, a callback, an early stop."""
+OFTEN = ("an operation that vmap does not know", "a training step", "widths", "a callback")
+"""A case of each kind: refused by a look at it, refused by trying it, several stacks, a callback."""
 
 
 @pytest.mark.filterwarnings(
@@ -132,24 +126,11 @@ def test_what_does_not_stack_is_trained_all_the_same(
     said = [text for text in output.splitlines() if "one after another" in text]
     assert len(said) == (line is not None), output
     assert line is None or line in said[0]
-    apart = swept("apart", config, *options, "--stack", "off")
-    assert not unlike(stacked, apart, within=1e-12)
-    assert bool(unlike(stacked, apart)) == (line is None)
-
-
-def test_the_order_of_an_epoch_is_drawn_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, drawn = ResidentLoader._draw_plan, []
-
-    def noted(loader: ResidentLoader, epoch: int) -> Any:
-        if loader._shuffle:
-            drawn.append(epoch)
-        return draw(loader, epoch)
-
-    monkeypatch.setattr(ResidentLoader, "_draw_plan", noted)
-    config = small(tmp_path / "c.yaml", upscale(5, 16), max_steps=9, val_check_interval=1.0)
-    options = ["--data.batch_size=2000", "--stack", "auto"]  # three steps an epoch
-    swept("stacked", config, "--sweep", f"{LR}=0.01,0.02,0.03", *options)
-    assert drawn == [0, 1, 2]
+    assert not (stacked / "stacks").exists()
+    if line is None:
+        apart = swept("apart", config, *options, "--stack", "off")
+        assert not unlike(stacked, apart, within=1e-12)
+        assert unlike(stacked, apart)  # they were not trained one after another
 
 
 # --- trials that end early
@@ -175,17 +156,9 @@ def test_trials_that_diverge_touch_no_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_trial_is_an_ordinary_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small(tmp_path / "c.yaml", upscale(5, 16), max_steps=9)
-    options = ["--sweep", f"{LR}=0.01", "--seeds", "3,4", "--stack"]
-    stacked, apart = (swept(name, config, *options, size) for name, size in (("stacked", "auto"), ("apart", "off")))
+    stacked = swept("stacked", config, "--sweep", f"{LR}=0.01", "--seeds", "3,4")
     runs = sorted((stacked / "trials").iterdir())
     assert [run.name for run in runs] == ["000_lr=0.01,seed=3", "000_lr=0.01,seed=4"]
-    for run in runs:
-        other = apart / "trials" / run.name
-        assert (run / "config.yaml").read_text() == (other / "config.yaml").read_text()
-        assert sorted(map(str, relative(run))) == sorted(map(str, relative(other)))
-        for checkpoint in relative(run, "*.ckpt"):
-            sizes = [(folder / checkpoint).stat().st_size for folder in (run, other)]
-            assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
     run = runs[1]
     capsys.readouterr()
     last = str(run / "checkpoints" / "last.ckpt")
@@ -195,11 +168,8 @@ def test_a_trial_is_an_ordinary_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert torch.load("wide.ckpt", weights_only=True)["state_dict"]["net.readout.weight"].shape == (7, 32)
     main(["report", *map(str, runs), "--out", "report"])
     assert Path("report/index.html").exists()
-
-
-def relative(run: Path, pattern: str = "*") -> list[Path]:
-    """The files of a run, event files aside, whose names hold a time."""
-    return [path.relative_to(run) for path in run.rglob(pattern) if path.is_file() and "tfevents" not in path.name]
+    main(["resume", str(run), "--trainer.max_steps", "12"])
+    assert losses(run)[11] > 0
 
 
 # --- interruptions
@@ -222,13 +192,11 @@ def assert_same_sweep(ours: Path, theirs: Path) -> None:
 
 
 KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {
-    "set-up": [(("main", 10), ("main", 40)), (("main", 0), ("main", 55)), (("main", 30), ("main", 20)),
-               (("main", 48), ("main", 14))],
-    "steps": [(("main", 96), ("main", 130)), (("main", 75), ("main", 65)), (("main", 60), ("others", 40)),
-              (("main", 85), ("main", 2))],
-    "the end": [(("main", 262), ("main", 230)), (("main", 6), ("main", 90))],
+    "set-up": [(("main", 10), ("main", 20)), (("main", 0), ("main", 25)), (("main", 15), ("main", 5))],
+    "steps": [(("main", 45), ("main", 50)), (("main", 40), ("main", 35))],
+    "the end": [(("main", 60), ("main", 65))],
 }  # fmt: skip
-"""At which file operations two parts are killed, again and again: 20 of them, by --all; or the first of each kind."""
+"""At which file operations two parts are killed, again and again; or the first of each kind."""
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +247,49 @@ def test_killed_processes_leave_no_trace(
     assert_same_sweep(out, undisturbed)
 
 
+class Killed(BaseException):
+    pass
+
+
+def taken(monkeypatch: pytest.MonkeyPatch, dies: int | None) -> list[int]:
+    """The steps that stacks take from now on; the process is ended, as far as they see, after so many."""
+    steps: list[int] = []
+    take = StackedModule._take_step
+
+    def noted(self: StackedModule, batch: Any) -> Any:
+        if len(steps) == dies:
+            raise Killed
+        steps.append(self.global_step)
+        return take(self, batch)
+
+    monkeypatch.setattr(StackedModule, "_take_step", noted)
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["grid", "tpe"])
+def test_a_killed_sweep_goes_on_from_its_last_checkpoint(
+    sampler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path / "c.yaml", upscale(8, 16), max_steps=14)
+    changed(config, checkpoint={"every_n_train_steps": 4})
+    options = ["--sweep", f"{LR}=0.003,0.01", "--seeds", "3,4"]
+    if sampler == "tpe":
+        options = ["--sweep", f"{LR}=0.001:0.1", "--sampler", "tpe", "--trials", "4"]
+    whole = swept("whole", config, *options)
+    for dies in (3, 10):
+        with monkeypatch.context() as patch:
+            taken(patch, dies)
+            with pytest.raises(Killed):
+                swept("killed", config, *options)
+    with monkeypatch.context() as patch:
+        steps = taken(patch, None)
+        resumed = swept("killed", config, *options)
+    rounds = 4 if sampler == "tpe" else 1
+    assert steps == [*range(8, 14), *([*range(14)] * (rounds - 1))]
+    assert_same_sweep(resumed, whole)
+
+
 @pytest.mark.slow
 def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = small(tmp_path / "c.yaml", upscale(8, 16), max_steps=14)
@@ -286,8 +297,8 @@ def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.Captur
     whole = swept("whole", config, *options)
     moments = [
         (Growable, "configure_model", 2, signal.SIGTERM),
-        (StackedSteps, "_launched", 1, signal.SIGINT),
-        (Curves, "on_save_checkpoint", 4, signal.SIGTERM),
+        (StackedModule, "_take_step", 7, signal.SIGINT),
+        (StackFiles, "_save", 2, signal.SIGTERM),
     ]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for owner, name, call, number in moments:
@@ -299,6 +310,4 @@ def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.Captur
         word = "interrupted" if number == signal.SIGINT else "terminated"
         assert line == f"{word}; run the same command again to continue"
         assert {number: signal.getsignal(number) for number in handlers} == handlers
-    resumed = swept("signalled", config, *options)
-    assert_same_sweep(resumed, whole)
-    assert all(starts(run)[-1] >= 5 for run in (resumed / "trials").iterdir())
+    assert_same_sweep(swept("signalled", config, *options), whole)

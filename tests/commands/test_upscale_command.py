@@ -5,11 +5,14 @@ import torch
 from command_line import refused, small
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from saved import save_mlp
 from tiers import slow_except
 from training_runs import quiet_trainer
 
 from mupscale.__main__ import main
+from mupscale.atomic import locked_output
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands import upscale_checkpoint
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.methods import METHODS
 from mupscale.methods.noise import AdditiveNoise
@@ -47,9 +50,10 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("depth", ["identity", "interleave"])
 def test_a_deepened_checkpoint_resumes_as_the_run_that_swapped(depth, tmp_path, capsys):
     """Two blocks become four, and width 8 becomes 24, after 10 of 30 steps."""
-    inside = fit(tmp_path, 30, UpscaleCallback(10, 24, layers=4, depth=depth), layers=2)
+    inside = fit(tmp_path, 30, UpscaleCallback(10, 24, layers=4, depth=depth, noise=None), layers=2)
     narrow, deep = tmp_path / "pre-upscale-10.ckpt", tmp_path / "new" / "deep.ckpt"
-    main(["upscale", str(narrow), "--width", "24", "--layers", "4", "--depth", depth, "--out", str(deep)])
+    size = ["--width", "24", "--layers", "4", "--depth", depth, "--noise", "none"]
+    main(["upscale", str(narrow), *size, "--out", str(deep)])
     assert "model.width to 24 and model.layers to 4" in capsys.readouterr().out
     outside = fit(tmp_path, 30, ckpt_path=deep, layers=2)
     assert outside.lightning_module.size == Size(24, 4)
@@ -76,13 +80,14 @@ def test_layers_that_declare_nothing_are_probed_with_the_data_of_a_configuration
 
 def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
     """Width 8 to 24 after 10 of 30 steps: at the end weights, rates, eps and decay agree to rounding."""
-    inside = fit(tmp_path, 30, UpscaleCallback(10, 24))
-    main(["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "24", "--out", str(tmp_path / "wide.ckpt")])
+    inside = fit(tmp_path, 30, UpscaleCallback(10, 24, noise=None))
+    narrow, wide = str(tmp_path / "pre-upscale-10.ckpt"), str(tmp_path / "wide.ckpt")
+    main(["upscale", narrow, "--width", "24", "--noise", "none", "--out", wide])
     printed = capsys.readouterr().out
     assert "→ 2,695 parameters" in printed
     assert "not checked: --check CONFIG compares both widths" in printed
     # at its width the swap is left out
-    offline = fit(tmp_path, 30, UpscaleCallback(10, 24), ckpt_path=tmp_path / "wide.ckpt")
+    offline = fit(tmp_path, 30, UpscaleCallback(10, 24, noise=None), ckpt_path=wide)
     assert offline.lightning_module.width == 24
     for a, b in zip(weights(offline), weights(inside), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
@@ -94,10 +99,10 @@ def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_check_compares_both_widths_before_anything_is_written(tmp_path, capsys, monkeypatch):
-    fit(tmp_path, 11, UpscaleCallback(10, 24))
+    fit(tmp_path, 11, UpscaleCallback(10, 24, noise=None))
     line = ["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "24", "--check", small(tmp_path / "c.yaml")]
     main([*line, "--out", str(tmp_path / "wide.ckpt")])
-    assert "exact: compared with the narrow model in float64, outputs agree to" in capsys.readouterr().out
+    assert "exact: a training step in float64 is that of the narrow model, outputs agree to" in capsys.readouterr().out
     monkeypatch.setattr(MLP, "loss", lambda self, batch: self(batch[0]).square().mean() * self.width)
     words = "--width 24: growth from width 8 is not exact: the loss differs by 200 %"
     assert words in refused(*line, "--out", str(tmp_path / "wrong.ckpt"))
@@ -114,13 +119,31 @@ OFFLINE = [name for name in METHODS if name not in ("ligo", "hypercloning-noisy"
 )
 def test_a_method_offline_is_the_method_inside_a_run(name, tmp_path, capsys):
     method = METHODS[name]()
-    inside = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method))
+    inside = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method, noise=None))
     narrow, out = str(tmp_path / "pre-upscale-10.ckpt"), str(tmp_path / "wide.ckpt")
-    main(["upscale", narrow, "--width", "24", "--method", name, "--out", out])
-    assert ("what continues the narrow run" in capsys.readouterr().out) == (name in ("zero-padding", "shrink-and-pad"))
-    offline = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method), ckpt_path=out)
+    main(["upscale", narrow, "--width", "24", "--method", name, "--noise", "none", "--out", out])
+    assert "what continues the narrow run" not in capsys.readouterr().out
+    offline = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method, noise=None), ckpt_path=out)
     for a, b in zip(weights(offline), weights(inside), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_of_two_commands_with_one_out_one_is_refused(tmp_path, monkeypatch):
+    save_mlp(tmp_path / "mlp.ckpt")
+    out = tmp_path / "o.ckpt"
+    arguments = ["upscale", str(tmp_path / "mlp.ckpt"), "--width", "16", "--out", str(out)]
+    with locked_output(out):
+        assert "another process is writing --out" in refused(*arguments)
+    assert not out.exists()
+    grow = upscale_checkpoint.upscale_checkpoint
+
+    def slowly(*given, **options):
+        out.write_bytes(b"of the other")
+        return grow(*given, **options)
+
+    monkeypatch.setattr(upscale_checkpoint, "upscale_checkpoint", slowly)
+    assert "exists; --force overwrites it" in refused(*arguments)
+    assert out.read_bytes() == b"of the other"
 
 
 def test_noise_options_and_files(tmp_path):

@@ -20,7 +20,7 @@ from training_runs import quiet_trainer
 from mupscale.__main__ import main
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import Growable
-from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, our_part
+from mupscale.models.checkpoint import CHECKPOINT_KEY, growth_metadata, load_checkpoint
 from mupscale.models.mlp import MLP
 from mupscale.models.sharded import ShardedCheckpoint, ShardWriter
 
@@ -58,6 +58,7 @@ CASES = {
     "gpt2 with noise of the signal's size": ("gpt2", 16, ["--signal-noise", "0.5", "--centred"]),
     "mlp with a frozen layer": ("frozen", 24, []),
     "unequal shares": ("mlp", 24, ["--method", "lemon"]),
+    "state for first copies only": ("mlp", 16, ["--method", "zero-padding"]),
 }
 
 
@@ -109,7 +110,11 @@ def write_large(folder: Path) -> int:
     made: Any = module.configure_optimizers()
     optimizer: torch.optim.Optimizer = made
     arguments = {key: value for key, value in module.hparams.items() if not key.startswith("_")}
-    rest = {"global_step": 1, "hyper_parameters": arguments, CHECKPOINT_KEY: our_part(module, module.net, [optimizer])}
+    rest = {
+        "global_step": 1,
+        "hyper_parameters": arguments,
+        CHECKPOINT_KEY: growth_metadata(module, module.net, [optimizer]),
+    }
     folder.mkdir()
     with ShardWriter(folder, 4) as writer:
         for name, tensor in module.state_dict().items():
@@ -167,7 +172,7 @@ def test_another_model(change: dict[str, int], problem: str, narrow: Path, tmp_p
 def test_what_cannot_be_done_tensor_by_tensor(narrow: Path, tmp_path: Path) -> None:
     shutil.copytree(narrow / "mlp.sharded", tmp_path / "narrow.ckpt")
     assert "AKI changes weights across layers" in widen(tmp_path, "24", "--method", "aki")
-    assert "--no-optimizer" in widen(tmp_path, "24", "--method", "zero-padding")
+    assert "--no-optimizer" in widen(tmp_path, "24", "--method", "hypercloning")
     assert "less than the 8" in widen(tmp_path, "4")
     meta = tmp_path / "narrow.ckpt/meta.pt"
     save_changed(meta, meta, lambda content: content.update(current_model_state={}))

@@ -1,4 +1,4 @@
-"""The options of `sweep` and `experiment` that say where their runs are made, and the driver that makes them so."""
+"""The options of `sweep` and `experiment` that say where their runs are made, and the executor that makes them so."""
 
 import argparse
 import math
@@ -7,15 +7,14 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mupscale.commands.checkpoints import LOCK, Claim
-from mupscale.commands.config import read_json, refuse_difference
-from mupscale.commands.process import Terminated, refuse_output_folder
+from mupscale.commands.checkpoints import FolderLock
+from mupscale.commands.process import Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
-    from mupscale.commands.lab.driver import Driver, Size
+    from mupscale.commands.lab.jobs import Executor, Size
 
 STACK_HELP = """how many runs to train at once as one program, if they differ only in numbers (learning rate, weight
 decay, noise, seed): auto (the default), as many as fit into memory; N, at most N; off, one after another"""
@@ -41,10 +40,8 @@ def goes_on_when_repeated() -> Iterator[None]:
     try:
         with as_user_errors(OSError):
             yield
-    except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt("run the same command again to continue") from interrupt
-    except Terminated as ending:
-        raise Terminated("run the same command again to continue") from ending
+    except (KeyboardInterrupt, Terminated) as ending:
+        raise type(ending)("run the same command again to continue") from ending
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -58,28 +55,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def refuse_options(options: argparse.Namespace) -> None:
     stack_size(options.stack)
+    part_of(options)
+    places = [f"--{name}" for name in ("workers", "part", "ray") if getattr(options, name) is not None]
+    if options.ray is not None and len(places) > 1:
+        raise UserError(f"{' and '.join(places)}: give one; each says where runs are made")
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be at least 1, got {options.workers}")
-    if options.part is not None:
-        read_part(options.part)
-        if options.ray is not None:
-            raise UserError("--part divides the runs among commands, and --ray among the nodes of a cluster; give one")
-    gpus, cpus = options.gpus_per_run, options.cpus_per_run
-    if options.ray is None:
-        for name, value in (("gpus_per_run", gpus), ("cpus_per_run", cpus)):
-            if value is not None:
-                raise UserError(f"--{name} is for runs on a Ray cluster; give its address with --ray, or leave it out")
-        return
-    if options.workers is not None:
-        raise UserError("--workers starts processes on this machine, and --ray makes the runs on a cluster; give one")
-    if gpus is not None and not 0 <= gpus <= 1:
-        raise UserError(f"--gpus_per_run {gpus:g}: a run is on one GPU; give 1, or a share such as 0.25")
-    if cpus is not None and not (cpus > 0 and math.isfinite(cpus)):
-        raise UserError(f"--cpus_per_run must be above 0, got {cpus:g}")
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # would copy the working directory to the nodes
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two tasks may be alike
-    with needs_extra("cluster"):
-        import ray  # noqa: F401
+    for name, limits in (("gpus_per_run", (0, 1)), ("cpus_per_run", (1e-4, math.inf))):
+        value = getattr(options, name)
+        if value is not None and options.ray is None:
+            raise UserError(f"--{name} is for runs on a Ray cluster; give its address with --ray, or leave it out")
+        if value is not None and not (limits[0] <= value <= limits[1] and math.isfinite(value)):
+            raise UserError(f"--{name} must be from {limits[0]:g} to {limits[1]:g}, such as 0.25, got {value:g}")
+    if options.ray is not None:
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # would copy the working directory to the nodes
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two tasks may be alike
+        with needs_extra("cluster"):
+            import ray  # noqa: F401
 
 
 def stack_size(text: str) -> "Size":
@@ -90,8 +82,9 @@ def stack_size(text: str) -> "Size":
     return int(text)
 
 
-def read_part(text: str) -> tuple[int, int]:
-    """The index and the number of the parts in `0/4`."""
+def part_of(options: argparse.Namespace) -> tuple[int, int]:
+    """The index and the number of the parts in `--part 0/4`; (0, 1) without it."""
+    text = options.part or "0/1"
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not int(found[1]) < int(found[2]):
         raise UserError(f"--part {text}: give I/N, the number of this part, from 0, and how many there are: 0/4 to 3/4")
@@ -99,19 +92,15 @@ def read_part(text: str) -> tuple[int, int]:
 
 
 @contextmanager
-def open_driver(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Driver"]:
-    """The driver that the options ask for, which alone works on the folder `out`, or on its part of the runs."""
-    from mupscale.commands.lab.driver import Driver, Executor, Inline
-
-    refuse_output_folder("--out", out)
-    part, parts = (0, 1) if options.part is None else read_part(options.part)
-    executor: Executor
+def open_executor(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Executor"]:
+    """The executor that the options ask for, which alone works on the folder `out`, or on its part of the runs."""
+    part, parts = part_of(options)
     with ExitStack() as stack:
         if options.ray is not None:
             from mupscale.commands.lab.on_ray import connected
 
-            executor = stack.enter_context(connected(options, accelerator, out))
-        stack.enter_context(Claim(out if options.part is None else out / f"part-{part}-of-{parts}"))
+            executor: Executor = stack.enter_context(connected(options, accelerator, out))
+        stack.enter_context(FolderLock(out if options.part is None else out / f"part-{part}-of-{parts}"))
         gpus = [] if accelerator == "cpu" or options.ray is not None else visible_gpus()
         count = options.workers or max(1, len(gpus))
         if count > 1:
@@ -119,8 +108,10 @@ def open_driver(options: argparse.Namespace, accelerator: str, out: Path) -> Ite
 
             executor = stack.enter_context(workers(count, gpus))
         elif options.ray is None:
+            from mupscale.commands.lab.jobs import Inline
+
             executor = Inline()
-        yield Driver(executor, stack_size(options.stack), part, parts)
+        yield executor
 
 
 def visible_gpus() -> list[str]:
@@ -130,18 +121,3 @@ def visible_gpus() -> list[str]:
     count = torch.cuda.device_count()  # does not start CUDA in this process
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
-
-
-def refuse_other_content(out: Path, what: str, settings: dict[str, Any]) -> None:
-    """Raises a UserError if a folder holds another sweep or experiment, by its WHAT.json, or something else."""
-    path = out / f"{what}.json"
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; name a folder for the {what}")
-    if path.exists():
-        there = read_json(path)
-        refuse_difference({key: there.get(key) for key in settings}, settings, f"--out {out} holds another {what}")
-    elif out.is_dir() and any(out.iterdir()):
-        # one that has begun; a run has a lock, too
-        is_begun = any(out.glob("part-*-of-*")) or ((out / LOCK).exists() and not (out / "config.yaml").exists())
-        if not is_begun:
-            raise UserError(f"--out {out} is not empty and has no {what}; name a new folder")

@@ -1,7 +1,7 @@
 """Jobs as tasks of a Ray cluster.
 
-The driver, which is the process of the command, submits a task for each job and holds nothing but their list: if it
-dies, Ray ends its tasks, and the same command continues. If a task dies, the driver submits its job again.
+If the driver, which is the process of the command, dies, Ray ends its tasks, and the same command continues. If the
+process or the node of a task dies, Ray makes the task again, which goes on from the newest checkpoint.
 """
 
 import argparse
@@ -18,20 +18,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
-from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayError, RayTaskError
 
 from mupscale.commands.checkpoints import LOCK
 from mupscale.commands.process import Terminated, interruptions, raise_for
 from mupscale.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from mupscale.commands.lab.driver import Ending, Job
+    from mupscale.commands.lab.jobs import Job
+    from mupscale.commands.lab.run import Result
+
+    Results = dict[Path, Result]
 
 WAIT = 1.0
 """Seconds between two looks at the signals that ask this process to end."""
@@ -42,16 +44,11 @@ CONNECT_SECONDS = 5.0
 SIGHT_SECONDS = 10.0
 """How long a file that another machine wrote may take to be seen: network file systems cache what is in a folder."""
 
-SETTINGS = b"\x04"
-"""The type of the frame with which a server of HTTP/2, such as Ray's, begins."""
-
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + SETTINGS + b"\0\0\0\0\0"
-"""The beginning of a connection by HTTP/2: its preface, and a frame of settings without a setting."""
+MOST_DEATHS = 3
+"""How often Ray makes a task again whose process or node died."""
 
 PATIENCE = 5.0
 """Seconds that a task has to end before its process is killed. Either way its runs can be resumed."""
-
-# --- the connection
 
 
 @contextmanager
@@ -84,28 +81,21 @@ def connect(address: str) -> None:
 
 
 def refuse_address(address: str) -> None:
+    """Raises a UserError for an address at which nothing answers: Ray would try for minutes."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address == "auto":
         return
-    host, colon, port = address.rpartition(":")
-    if "://" in address or not colon or not host or not port.isdecimal():
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
         raise UserError(f"--ray {address}: give auto, or the HOST:PORT of the head of the cluster, such as head:6379")
     try:
-        with socket.create_connection((host, int(port)), CONNECT_SECONDS) as connection:
-            connection.sendall(GREETING)
-            is_server = os.environ.get("RAY_USE_TLS", "0") != "0" or connection.recv(4)[3:] == SETTINGS
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise UserError(f"--ray {address}: no Ray cluster answers there ({error})") from error
-    if not is_server:  # Ray itself would try for minutes
-        raise UserError(f"--ray {address}: what answers there is not a Ray cluster; give the HOST:PORT of its head")
 
 
-# --- nodes
-
-
-@dataclass(frozen=True)
-class Resources:
+class Resources(NamedTuple):
     """The CPUs and GPUs that a node has, or that a task needs."""
 
     cpus: float
@@ -123,27 +113,24 @@ def nodes() -> list[Resources]:
 
 
 def needs_of(options: argparse.Namespace, accelerator: str, there: list[Resources]) -> Resources:
-    """What a run needs of a node. Raises a UserError if no node has it."""
-    cpus, most = (max((getattr(node, name) for node in there), default=0) for name in ("cpus", "gpus"))
+    """What a run needs of a node. Raises a UserError if no node has it: Ray would wait for one."""
     gpus = options.gpus_per_run
-    if accelerator == "cpu" and gpus:
-        raise UserError(f"--gpus_per_run {gpus:g}: trainer.accelerator is cpu; leave --gpus_per_run out")
-    if accelerator in ("gpu", "cuda") and (gpus == 0 or (gpus is None and not most)):
-        has = "--gpus_per_run is 0" if gpus == 0 else "no node of the cluster has a GPU"
-        raise UserError(f"trainer.accelerator is {accelerator}, and {has}")
     if gpus is None:
-        gpus = 1.0 if most and accelerator != "cpu" else 0.0
+        gpus = float(accelerator != "cpu" and any(node.gpus for node in there))
     needs = Resources(options.cpus_per_run or 1.0, gpus)
     if not any(node.room(needs) for node in there):
+        have = ", ".join(f"{node.cpus:g} and {node.gpus:g}" for node in sorted({*there}))
         raise UserError(
             f"--cpus_per_run, --gpus_per_run: no node has {needs.cpus:g} CPUs and {gpus:g} GPUs for a run; the nodes "
-            f"of the cluster have at most {cpus:g} CPUs and {most:g} GPUs each"
+            f"of the cluster have {have}"
         )
     return needs
 
 
-@dataclass(frozen=True)
-class Site:
+# --- on a node
+
+
+class Site(NamedTuple):
     """What the driver has, and every node must have as well."""
 
     working_directory: Path
@@ -154,25 +141,19 @@ class Site:
 
 
 def refuse_node(site: Site) -> None:
-    """On a node: goes to the working directory. UserError if the node has other code, or does not see the folders."""
-    problem = None
+    """Goes to the working directory. Raises a UserError if the node has other code, or does not see the folders."""
     try:
         os.chdir(site.working_directory)
+        problem = None
     except OSError:
-        problem = (
-            f"it does not see the working directory, {site.working_directory}; run the command from a folder on "
-            "storage that all nodes share"
-        )
+        problem = f"it does not see the working directory, {site.working_directory}; start in one that all nodes share"
     here = code()
-    for name, version in site.code.items():
-        if here.get(name) != version:
-            problem = f"it has {name} {here.get(name)}, this process has {version}; install the same on all nodes"
-            break
-    if not problem and not is_seen(site.out / LOCK, site.lock):
+    other = next((name for name, version in site.code.items() if here.get(name) != version), None)
+    if other is not None:
+        problem = f"it has {other} {here.get(other)}, this process has {site.code[other]}; install the same"
+    elif problem is None and not is_seen(site.out / LOCK, site.lock):
         problem = f"it does not see the files in {site.out}; give --out a folder on storage that all nodes share"
-    elif not problem and not os.access(site.out, os.W_OK):
-        problem = f"it cannot write to {site.out}"
-    if problem:
+    if problem is not None:
         raise UserError(f"--ray: node {platform.node()}: {problem}")
 
 
@@ -181,7 +162,7 @@ def is_seen(path: Path, text: str) -> bool:
     until = time.monotonic() + SIGHT_SECONDS
     while True:
         with suppress(OSError):
-            if path.read_text() == text:
+            if path.read_text("utf-8") == text:
                 return True
         if time.monotonic() > until:
             return False
@@ -191,28 +172,41 @@ def is_seen(path: Path, text: str) -> bool:
 @cache
 def code() -> dict[str, str]:
     """What decides the numbers of a run: versions, and a digest of this package's files."""
-    files = {}
+    files, digest = {}, hashlib.sha256()
     for package in ("mupscale", "mupscale.models", "mupscale.callbacks", "mupscale.datamodules"):
-        for root in importlib.import_module(package).__path__:
-            for path in Path(root).rglob("*.py"):
+        for root in map(Path, importlib.import_module(package).__path__):
+            for path in root.rglob("*.py"):  # by name, so that a checkout and an installed package are alike
                 files["/".join((*package.split("."), *path.relative_to(root).parts))] = path
-    digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(name.encode() + files[name].read_bytes())
     versions = {name: importlib.metadata.version(name) for name in ("mupscale", "torch", "lightning")}
     return {"Python": platform.python_version(), **versions, "files of mupscale": digest.hexdigest()[:12]}
 
 
-# --- the work
+def make_job(site: Site, needs: Resources, pickled: bytes) -> "Results":
+    """In a process of Ray: makes a job."""
+    refuse_node(site)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as mupscale.__main__ does, before torch is loaded
+    job = pickle.loads(pickled)
+    import torch
+
+    from mupscale.commands.lab.run import prepare_process
+
+    torch.set_num_threads(max(1, int(needs.cpus)))
+    if 0 < needs.gpus < 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(needs.gpus)
+    prepare_process()
+    try:
+        return job.carry_out()
+    except Terminated as ending:
+        raise SystemExit(1) from ending  # as Ray ends a process on SIGTERM
+
+
+# --- in the driver
 
 
 class Cluster:
-    """Makes jobs as tasks of a connected cluster, with these needs.
-
-    `seen` are the signals that have asked this process to end.
-    """
-
-    has_room = True  # tasks that cannot run yet wait in the cluster
+    """Makes jobs as tasks of a connected cluster, with these needs; `seen` are the signals that ask it to end."""
 
     def __init__(self, needs: Resources, out: Path, seen: list[int]) -> None:
         self.needs, self.out, self._seen = needs, out.absolute(), seen
@@ -223,34 +217,18 @@ class Cluster:
     def slots(self) -> int:
         return max(1, sum(node.room(self.needs) for node in nodes()))
 
-    def submit(self, job: "Job") -> None:
-        task = ray.remote(max_retries=0, num_cpus=self.needs.cpus, num_gpus=self.needs.gpus)(make_job)
-        site = Site(Path.cwd(), self.out, (self.out / LOCK).read_text(), code())
-        pickled = pickle.dumps(job)  # loads torch where it is unpickled, which a check comes before
-        self._tasks[task.options(name=str(job)).remote(site, self.needs, pickled)] = job
-
-    def wait(self) -> list["Ending"]:
-        raise_for(self._seen)
-        ended, _ = ray.wait(list(self._tasks), timeout=WAIT)
-        return [self._ending(task, self._tasks.pop(task)) for task in ended]
-
-    def _ending(self, task: Any, job: "Job") -> "Ending":
-        """How a task ended. Raises a UserError if a run failed, unless its process died."""
-        from mupscale.commands.lab.driver import Ending, failed_words
-
-        try:
-            return ray.get(task)
-        except TaskCancelledError as error:
-            raise UserError(f"the task {job} was cancelled; run the same command again to continue") from error
-        except RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from error
-            print(error, file=sys.stderr, flush=True)
-            raise UserError(failed_words(job)) from error
-        except NodeDiedError:
-            return Ending(job, death="its node died", is_own_fault=False)
-        except RayError as error:
-            return Ending(job, death=f"its process died ({str(error).strip().splitlines()[0]})")
+    def make(self, jobs: "list[Job]") -> "Iterator[Results]":
+        cpus, gpus = self.needs
+        remote = ray.remote(max_retries=MOST_DEATHS, num_cpus=cpus, num_gpus=gpus)(make_job)
+        site = Site(Path.cwd(), self.out, (self.out / LOCK).read_text("utf-8"), code())
+        for job in jobs:
+            pickled = pickle.dumps(job)  # loads torch where it is unpickled, which a check comes before
+            self._tasks[remote.options(name=str(job)).remote(site, self.needs, pickled)] = job
+        while self._tasks:
+            raise_for(self._seen)
+            ended, _ = ray.wait(list(self._tasks), timeout=WAIT)
+            for task in ended:
+                yield result_of_task(task, self._tasks.pop(task))
 
     def stop(self) -> None:
         tasks = list(self._tasks)
@@ -262,20 +240,14 @@ class Cluster:
                 _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
 
 
-def make_job(site: Site, needs: Resources, pickled: bytes) -> "Ending":
-    """In a process of Ray: makes a job."""
-    refuse_node(site)
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as mupscale.__main__ does, before torch is loaded
-    job = pickle.loads(pickled)
-    import torch
-
-    from mupscale.commands.lab.run import without_announcements
-
-    torch.set_num_threads(max(1, int(needs.cpus)))
-    if 0 < needs.gpus < 1 and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(needs.gpus)
-    with without_announcements():
-        try:
-            return job.carry_out()
-        except Terminated as ending:
-            raise SystemExit(1) from ending  # as Ray ends a process on SIGTERM
+def result_of_task(task: Any, job: "Job") -> "Results":
+    """The results of a task. Raises a UserError if a run failed, or its process died again and again."""
+    try:
+        return ray.get(task)
+    except RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise UserError(str(error.cause)) from error
+        print(error, file=sys.stderr, flush=True)
+        raise UserError(f"{job} failed with the error above; fix it, then run the same command again") from error
+    except RayError as error:  # it was cancelled, or its process or node died, again and again
+        raise UserError(f"{job}: {one_line(error)}; run the same command again to continue") from error

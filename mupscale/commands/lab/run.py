@@ -1,4 +1,4 @@
-"""A run in this process: its configuration, log and result. An interrupted run is resumed."""
+"""A run of a sweep: its configuration, its result, and how it is made, or resumed, in this process."""
 
 import gc
 import json
@@ -7,19 +7,20 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 
+from mupscale.atomic import append_to
 from mupscale.callbacks.trial_metric import TrialMetric
-from mupscale.commands.checkpoints import RESULT, Claim, Taken, newest_checkpoint, read_result
-from mupscale.commands.cli import CLI, LOGGER, opened
+from mupscale.commands.checkpoints import RESULT, FolderLock, FolderLocked, newest_checkpoint, read_result
+from mupscale.commands.cli import LOGGER, open_cli
 from mupscale.commands.config import Config, class_name
 from mupscale.commands.run import write_result
 from mupscale.data_files import interpreting
@@ -39,6 +40,9 @@ NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")
 OF_THE_SWAP = ("at_step", "width", "layers", "depth")
 """Arguments of UpscaleCallback that runs of a stack have in common; the swap itself is each one's own."""
 
+Result = tuple[float, float]
+"""The metric of a finished run, infinite if it diverged, and the seconds it took."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -47,15 +51,10 @@ class Run:
     config: Config
     folder: Path
     name: str
-    starts_from: Path | None = None
-    """A checkpoint of another run, which was the same up to there; None to start from the beginning."""
 
     @property
-    def kind(self) -> str | None:
-        """What runs of one stack have in common: a configuration without the numbers that may differ.
-
-        None if the run is always made alone.
-        """
+    def kind(self) -> str:
+        """What runs of one stack have in common: a configuration without the numbers that may differ."""
         answer = deepcopy(self.config)
         answer["seed_everything"] = None
         answer["trainer"]["logger"] = None
@@ -71,42 +70,46 @@ class Run:
                 callback["init_args"] = {name: arguments.get(name) for name in OF_THE_SWAP}
         return json.dumps(answer, sort_keys=True, default=str)
 
-    def known_result(self) -> "Result | None":
-        written = self.written_result()
-        # of a run whose process died before it wrote the result
-        if written is None and self.newest_checkpoint()[1].get("callbacks", {}).get("TrialMetric", {}).get("diverged"):
-            return record(self.folder, {"value": math.inf, "seconds": 0.0})
-        return written
-
-    def written_result(self) -> "Result | None":
-        """The result, if it is written; the checkpoints, which another process may be deleting, are not looked at."""
-        return result_of(self.folder)
-
-    def result_of_others(self) -> "Result | None":
-        """The result, if another process has finished the run; one whose driver died may still be about to end."""
-        claim_when_free(self.folder).release()
-        return self.known_result()
+    @property
+    def result(self) -> Result | None:
+        return read_ending(self.folder)
 
     def newest_checkpoint(self) -> tuple[Path | None, dict[str, Any]]:
         """The checkpoint from which the run continues; None if it starts from the beginning."""
         return newest_checkpoint(self.folder) if (self.folder / "config.yaml").exists() else (None, {})
 
-    def make(self) -> "Result":
-        """Fits or resumes the run; prints its progress if it is long."""
+    def make(self) -> Result:
+        """Fits or resumes the run, if it is not finished; prints its progress if it is long."""
+        claim_when_free(self.folder).release()  # another process, whose driver died, may be about to end it
+        if self.result is not None:
+            return self.result
+        path, checkpoint = self.newest_checkpoint()
+        if checkpoint.get("callbacks", {}).get("TrialMetric", {}).get("diverged"):
+            return self.record({"value": math.inf, "seconds": 0.0})  # its process died before it wrote the result
+        arguments: list[str] | Config = self.config
+        if path is not None:
+            arguments = ["--config", str(self.folder / "config.yaml"), "--ckpt_path", str(path)]
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
         torch.compiler.reset()  # dynamo stops compiling after a few networks
-        start = time.monotonic()
-        result = self.result_of_others()
-        if result is None:
-            clock = Progress()
-            TrialMetric.progress = lambda step, steps, loss: clock.print(self.name, step, steps, f"loss {loss:.4g}")
-            try:
-                with open_run(self) as cli:
-                    cli.run()
-            finally:
-                TrialMetric.progress = None
-            result = record_run(self, cli, time.monotonic() - start)
-        free_memory()
-        return result
+        clock, start = RunProgress(), time.monotonic()
+        TrialMetric.progress = lambda step, steps, loss: clock.print(self.name, step, steps, f"loss {loss:.4g}")
+        try:
+            with (
+                explained(self.name, self.folder),
+                logged(self.folder),
+                open_cli(arguments, "fit", folder=path and self.folder) as cli,
+            ):
+                cli.run()
+        finally:
+            TrialMetric.progress = None
+        value, seconds = callbacks_in(cli.trainer, TrialMetric)[0].value, time.monotonic() - start
+        return self.record({"value": value, "seconds": seconds, **cli.journal.numbers(cli.trainer)})
+
+    def record(self, numbers: dict[str, Any]) -> Result:
+        """Writes the numbers of the finished run to its folder; returns its result."""
+        write_result(self.folder, numbers)
+        return numbers["value"], numbers["seconds"]
 
 
 @dataclass(frozen=True)
@@ -115,109 +118,59 @@ class Trial:
 
     name: str
     runs: list[Run]
-    finish: "Callable[[list[Result]], str] | None" = None
-    """Takes their results, up to the first that diverged; returns a summary in words. Other processes have none."""
+
+    @property
+    def folders(self) -> list[Path]:
+        return [run.folder for run in self.runs]
 
 
-class Part:
-    """Some trials of a stage. Its folder shows what is done.
+def read_ending(folder: Path) -> Result | None:
+    """The result in the folder of a run; None if it is not written."""
+    result = read_result(folder)
+    with interpreting(f"{folder / RESULT} is damaged; delete it, and the run is made again"):
+        return (float(result["value"]), float(result["seconds"])) if result else None
 
-    It makes its configurations only when its stage begins: they follow from the results of the stages before.
+
+def results_in(folders: list[Path], known: dict[Path, Result]) -> list[Result] | None:
+    """The results of the runs of a trial up to the first that diverged; None if a run before that is not finished.
+
+    `known` has results, and gets those that are read.
     """
-
-    total = 1
-    """How many trials it has."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
-
-    @property
-    def finished(self) -> bool:
-        raise NotImplementedError
-
-    @property
-    def done(self) -> int:
-        return int(self.finished)
-
-    def trials(self) -> list[Trial]:
-        """All of them, also those that are finished."""
-        raise NotImplementedError
-
-    def conclude(self) -> None:
-        """Writes what there is to write once all trials are finished."""
-
-
-Result = tuple[float, float]
-"""The metric of a finished run, and the seconds it took."""
-
-
-def ending_of(runs: Iterable[Any], find: Callable[[Any], Result | None]) -> list[Result] | None:
-    """The results of the runs of a trial up to the first that diverged; None if a run before that is not finished."""
-    answer = []
-    for run in runs:
-        result = find(run)
+    answer: list[Result] = []
+    for folder in folders:
+        result = known.get(folder) or read_ending(folder)
         if result is None:
             return None
+        known[folder] = result
         answer.append(result)
         if math.isinf(result[0]):
             break
     return answer
 
 
-@contextmanager
-def open_run(run: Run) -> Iterator[CLI]:
-    """The command line that fits or resumes a run; what is printed inside of the context goes to the log of the run."""
-    path, _ = run.newest_checkpoint()
-    arguments: list[str] | Config
-    with explained(run.name, run.folder):
-        if path is not None:
-            arguments = ["--config", str(run.folder / "config.yaml"), "--ckpt_path", str(path)]
-        else:
-            shutil.rmtree(run.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
-            starts_from = None if run.starts_from is None else str(run.starts_from)
-            arguments = {**run.config, "ckpt_path": starts_from}
-        folder = None if path is None else run.folder
-        with logged(run.folder), opened(arguments, "fit", folder=folder) as cli:
-            yield cli
+def make_apart(trials: list[Trial]) -> dict[Path, Result]:
+    """Makes runs one after another; of a trial that diverges those up to the first that did."""
+    answer = {}
+    for trial in trials:
+        print(f"{trial.name}: begins", flush=True)
+        for run in trial.runs:
+            answer[run.folder] = run.make()
+            free_memory()
+            if math.isinf(answer[run.folder][0]):
+                break
+    return answer
 
 
-@contextmanager
-def open_stacked(
-    run: Run, results: dict[Path, Result], beside: Callable[[], int]
-) -> Iterator[tuple[Trainer, dict[str, Any]]]:
-    """The trainer of a run, and the arguments of its `fit`, which others call in parts.
-
-    In the end its result is among the `results`. `beside` is the number of runs that share its time, itself included.
-    """
-    start = time.monotonic()
-    with open_run(run) as cli:
-        cli.before_fit()
-        yield cli.trainer, cli.command_arguments()
-        cli.after_fit()
-    results[run.folder] = record_run(run, cli, (time.monotonic() - start) / beside())
-
-
-def record_run(run: Run, cli: CLI, seconds: float) -> Result:
-    value = callbacks_in(cli.trainer, TrialMetric)[0].value
-    return record(run.folder, {"value": value, "seconds": seconds, **cli.journal.numbers(cli.trainer)})
-
-
-def claim_when_free(folder: Path) -> Claim:
+def claim_when_free(folder: Path) -> FolderLock:
     """The right to write to a folder, once the process that has it ends. Raises a UserError if it does not."""
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            return Claim(folder)
-        except Taken:
+            return FolderLock(folder)
+        except FolderLocked:
             if time.monotonic() > until:
                 raise
         time.sleep(0.1)
-
-
-def set_aside() -> None:
-    """Takes what there is, above all what was imported, out of what `free_memory` looks through after every run."""
-    gc.collect()
-    gc.freeze()
 
 
 def drop_checkpoints(folder: Path) -> None:
@@ -252,23 +205,15 @@ def with_run(config: Config, metric: str, seed: int, folder: Path) -> Config:
     return answer
 
 
-# --- results
-
-
-def record(folder: Path, numbers: dict[str, Any]) -> Result:
-    """Writes the numbers of a finished run to its folder; returns its metric and the seconds it took."""
-    write_result(folder, numbers)
-    return numbers["value"], numbers["seconds"]
-
-
-def result_of(folder: Path) -> Result | None:
-    """The result in the folder of a run; None if it is not written."""
-    result = read_result(folder)
-    with interpreting(f"{folder / RESULT} is damaged; delete it, and the run is made again"):
-        return (float(result["value"]), float(result["seconds"])) if result else None
-
-
 # --- what is printed
+
+
+def prepare_process() -> None:
+    """Keeps Lightning from printing seeds and devices for every run, and collections from looking through imports."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
@@ -283,7 +228,7 @@ def explained(name: str, folder: Path) -> Iterator[None]:
         raise
 
 
-class Progress:
+class RunProgress:
     """Prints how far something is, at most once a minute, to the standard output at the moment when this is made."""
 
     def __init__(self) -> None:
@@ -305,19 +250,5 @@ class Progress:
 def logged(folder: Path) -> Iterator[None]:
     """Sends what a run prints to log.txt in its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "a") as log, redirect_stdout(log), redirect_stderr(log):
+    with TextIOWrapper(append_to(folder / "log.txt"), "utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         yield
-
-
-@contextmanager
-def without_announcements() -> Iterator[None]:
-    """Keeps Lightning from printing seeds and devices for every trainer."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -17,11 +17,12 @@ import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import parsed, refuse_growths, refuse_optimizer
-from mupscale.commands.config import Config, Point, at, brief, callback_key, number_in
+from mupscale.commands.config import Config, Point, apply_point, brief, callback_key, number_in
 from mupscale.data_files import DECIMAL, yaml_of
 from mupscale.errors import UserError, prefix_errors
 
 if TYPE_CHECKING:
+    from optuna import Study
     from optuna.distributions import BaseDistribution
 
 _RANGE = re.compile(r"(?:^|[\s,\[])([-+\d._eE]+(?::[-+\d._eE]+)+)(?=$|[\s,\]])")
@@ -32,7 +33,7 @@ MOST_LEVELS = 1000
 
 
 @dataclass(frozen=True)
-class Axis:
+class SweptAxis:
     """A key and its possible values: a list of them, or a range between two bounds, evenly by ratio."""
 
     key: str
@@ -54,7 +55,7 @@ class Settings:
     """What a sweep runs. Two sweeps are the same if their settings are equal."""
 
     config: Config
-    axes: list[Axis]
+    axes: list[SweptAxis]
     sampler: Literal["grid", "random", "tpe"]
     trials: int
     seeds: list[int]
@@ -74,7 +75,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """A finished trial: a point of the search space, and the mean metric of its runs; infinite if one diverged."""
 
     cell: int
@@ -86,50 +87,42 @@ class Outcome:
     """The folders of the runs that it made, one for each value."""
 
 
-def parsed_axis(text: str) -> Axis:
+def parsed_axis(text: str) -> SweptAxis:
     """The axis of a text.
 
     The text is `KEY=V1,V2,…` (values), `KEY=LOW:HIGH:N` (N values, evenly by ratio) or `KEY=LOW:HIGH` (a range to draw
     from).
     """
+    where = f"--sweep {text}"
     key, equals, listed = text.partition("=")
     if not equals:
-        raise UserError(f"--sweep {text}: give KEY=VALUE,VALUE,…, such as model.optimizer.lr=0.01,0.02")
-    return axis_of(key, listed, f"--sweep {text}")
-
-
-def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
-    """The axis of a key and its values: a list, or a text as in `KEY=…`. Messages start with `where`."""
+        raise UserError(f"{where}: give KEY=VALUE,VALUE,…, such as model.optimizer.lr=0.01,0.02")
     if not re.fullmatch(r"\w+(\.\w+)*", key):
         raise UserError(f"{where}: {key!r} is not a key of a configuration, such as model.optimizer.lr")
     if key == "seed_everything":
         raise UserError(f"{where}: seeds are not an axis, because their mean decides; give --seeds, or the key seeds")
-    if isinstance(listed, str):
-        span = re.fullmatch(r"([^,:\[\]]+):([^,:\[\]]+)(?::(\d+))?", listed)
-        if span:
-            return _spanned(where, key, *span.groups())
-    for text in [listed] if isinstance(listed, str) else [value for value in listed if isinstance(value, str)]:
-        if found := _RANGE.search(text):
-            raise UserError(
-                f"{where}: {found[1]} is not a value; a range LOW:HIGH:N has no other values beside it, and a text "
-                f"in --sweep has quotation marks: '{found[1]}'"
-            )
-    if isinstance(listed, str):
-        try:
-            listed = yaml_of(f"[{listed}]", DECIMAL)  # 1e-3 is a number, 2026-01-31 and 010 are texts
-        except yaml.YAMLError as error:
-            raise UserError(f"{where}: the values cannot be read; separate them by commas") from error
-    values = tuple(number_in(value) for value in listed)
+    span = re.fullmatch(r"([^,:\[\]]+):([^,:\[\]]+)(?::(\d+))?", listed)
+    if span:
+        return _spanned(where, key, *span.groups())
+    if found := _RANGE.search(listed):
+        raise UserError(
+            f"{where}: {found[1]} is not a value; a range LOW:HIGH:N has no other values beside it, and a text has "
+            f"quotation marks: '{found[1]}'"
+        )
+    try:
+        values = tuple(map(number_in, yaml_of(f"[{listed}]", DECIMAL)))  # 1e-3 is a number, 2026-01-31 a text
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: the values cannot be read; separate them by commas") from error
     if not values:
         raise UserError(f"{where}: the grid is empty, give at least one value for {key}")
     if any(isinstance(value, float) and not math.isfinite(value) for value in values):
         raise UserError(f"{where}: values must be finite; remove those that are not")
     if any(value in values[:index] for index, value in enumerate(values)):
         raise UserError(f"{where}: a value is given twice")
-    return Axis(key, values)
+    return SweptAxis(key, values)
 
 
-def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Axis:
+def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> SweptAxis:
     try:
         ends = number_in(yaml_of(low, DECIMAL)), number_in(yaml_of(high, DECIMAL))
     except yaml.YAMLError as error:
@@ -137,23 +130,29 @@ def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Ax
     if not all(isinstance(end, int | float) and end > 0 for end in ends) or not ends[0] < ends[1] < math.inf:
         raise UserError(f"{where}: a range LOW:HIGH needs 0 < LOW < HIGH, finite, because it is even by ratio")
     if count is None:
-        return Axis(key, bounds=ends)
+        return SweptAxis(key, bounds=ends)
     if not 2 <= int(count) <= MOST_LEVELS:
         raise UserError(f"{where}: LOW:HIGH:N needs at least 2 values, and at most {MOST_LEVELS}, got {count}")
     ratio = (ends[1] / ends[0]) ** (1 / (int(count) - 1))
     values = [float(f"{ends[0] * ratio**index:.6g}") for index in range(int(count))]
     whole = all(isinstance(end, int) for end in ends)  # 2:16:4 may be layers
-    return Axis(key, tuple(int(value) if whole and value.is_integer() else value for value in values))
+    return SweptAxis(key, tuple(int(value) if whole and value.is_integer() else value for value in values))
 
 
-def refuse_seeds(where: str, seeds: list[int]) -> None:
+def seeds_of(text: str) -> list[int]:
+    """The seeds of `--seeds 0,1,2`."""
+    try:
+        seeds = [int(seed) for seed in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"--seeds {text}: give whole numbers, separated by commas") from error
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"{where}: a seed is given twice")
+        raise UserError(f"--seeds {text}: a seed is given twice")
     if not all(0 <= seed < 2**32 for seed in seeds):
-        raise UserError(f"{where}: seeds are whole numbers from 0 to {2**32 - 1}")
+        raise UserError(f"--seeds {text}: a seed is not from 0 to {2**32 - 1}")
+    return seeds
 
 
-def grid(axes: list[Axis]) -> Iterator[Point]:
+def grid(axes: list[SweptAxis]) -> Iterator[Point]:
     """Every combination of the axes' values, the last axis fastest."""
     if not axes:
         yield {}
@@ -174,51 +173,38 @@ Parameters = dict[str, Any]
 """A point as Optuna has it: with all digits, and lists and dictionaries as text."""
 
 
-def draw(
-    axes: list[Axis], sampler: Literal["random", "tpe"], cell: int, before: list[tuple[Parameters, float | None]]
-) -> Parameters:
-    """The parameters of a cell, which seeds the draw, in a study of its own.
-
-    `before` are the parameters of the trials before it, and their metrics; None if they are not known yet.
-    """
+def new_study(sampler: Literal["random", "tpe"]) -> "Study":
+    """A study in memory. It draws the same points whenever it is asked, and told results, in the same order."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    distributions = {axis.key: distribution(axis) for axis in axes}
+    if sampler == "random":
+        return optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        chooser: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(cell)
-        if sampler == "tpe":
-            chooser = optuna.samplers.TPESampler(seed=cell, constant_liar=True)
-        study = optuna.create_study(sampler=chooser)
-        for parameters, value in before:
-            state = optuna.trial.TrialState.RUNNING if value is None else optuna.trial.TrialState.COMPLETE
-            study.add_trial(
-                optuna.trial.create_trial(state=state, value=value, params=parameters, distributions=distributions)
-            )
-        return study.ask(distributions).params
+        return optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0, constant_liar=True))
 
 
-def distribution(axis: Axis) -> "BaseDistribution":
+def distribution(axis: SweptAxis) -> "BaseDistribution":
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if axis.bounds is None:
-        return CategoricalDistribution([encode(value) for value in axis.values])
+        return CategoricalDistribution([encode_value(value) for value in axis.values])
     low, high = axis.bounds
     return IntDistribution(int(low), int(high), log=True) if axis.is_whole else FloatDistribution(low, high, log=True)
 
 
-def encode(value: Any) -> Any:
+def encode_value(value: Any) -> Any:
     """A value of an axis in a form that Optuna accepts: lists and dictionaries as text."""
     return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
 
 
-def point_of(axes: list[Axis], parameters: Parameters) -> Point:
+def point_of(axes: list[SweptAxis], parameters: Parameters) -> Point:
     """The point of these parameters. Raises a KeyError or a StopIteration if they are not of these axes."""
 
-    def decode(axis: Axis, stored: Any) -> Any:
+    def decode(axis: SweptAxis, stored: Any) -> Any:
         if axis.bounds is None:
-            return next(value for value in axis.values if encode(value) == stored)
+            return next(value for value in axis.values if encode_value(value) == stored)
         return stored if axis.is_whole else float(f"{stored:.6g}")
 
     return {axis.key: decode(axis, parameters[axis.key]) for axis in axes}
@@ -239,11 +225,8 @@ def for_trials(config: Config) -> Config:
             f"trainer.devices = {trainer['devices']}, trainer.num_nodes = {trainer['num_nodes']}: "
             "a trial runs on one device; leave both out, and give --workers N to make N trials at a time"
         )
-    if trainer["fast_dev_run"] or trainer["barebones"] or trainer["enable_checkpointing"] is False:
-        raise UserError(
-            "trainer.fast_dev_run, trainer.barebones, trainer.enable_checkpointing: "
-            "a trial must be able to log and to resume"
-        )
+    if trainer["fast_dev_run"]:
+        raise UserError("trainer.fast_dev_run: a trial must be able to log and to resume")
     trainer["logger"] = False  # each run gets its own
     trainer["enable_progress_bar"] = False
     if not isinstance(trainer["callbacks"], list | None):
@@ -253,7 +236,7 @@ def for_trials(config: Config) -> Config:
     return answer
 
 
-def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
+def refuse_invalid(config: Config, axes: list[SweptAxis], where: str) -> None:
     """UserError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values.
 
     Each value is tried by itself. Those of an upscale are tried a second time in a trial of the sweep, whose growth is
@@ -266,7 +249,7 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
         points += [(axis, value, {**first, axis.key: value}, True) for axis in grown for value in samples(axis)]
     for axis, value, point, growing in points:
         try:
-            changed = at(config, point)
+            changed = apply_point(config, point)
         except UserError as error:
             raise UserError(f"{where} {error}") from error
         with prefix_errors(f"{where} {axis.key}={brief(value)}"):
@@ -284,7 +267,7 @@ def _changes_growth(key: str) -> bool:
     )
 
 
-def samples(axis: Axis) -> list[Any]:
+def samples(axis: SweptAxis) -> list[Any]:
     """Values of an axis that stand for all: of fractions the ends."""
     if axis.bounds is not None:
         return list(axis.bounds)

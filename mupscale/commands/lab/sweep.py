@@ -1,56 +1,64 @@
 """A sweep: its trials, what they have come to, trials.csv and best.yaml. All of it is in one folder.
 
-Every trial has a number, its cell. The points of a grid follow from the axes; drawn points are in points.json before
-their runs begin. The results are those of the runs.
+Every trial has a number, its cell. The points of a grid follow from the axes; those of an Optuna study from the axes
+and the results of the trials before. The results are those of the runs.
 """
 
 import json
 import math
 import re
 import shlex
-import shutil
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from statistics import fmean, pvariance
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
+from mupscale.commands.checkpoints import LOCK
 from mupscale.commands.config import (
     Config,
     Point,
-    at,
+    apply_point,
     brief,
     callback_key,
-    callbacks_of,
     class_name,
+    configured_callbacks,
     labels,
     put,
     read_json,
+    refuse_difference,
     whole_key,
 )
 from mupscale.commands.event_files import read_log
-from mupscale.commands.lab.execution import refuse_other_content
-from mupscale.commands.lab.run import Part, Result, Run, Trial, drop_checkpoints, ending_of, result_of, with_run
-from mupscale.commands.lab.space import Axis, Outcome, Settings, draw, grid, point_of, point_text
-from mupscale.data_files import refuse_links
+from mupscale.commands.lab.jobs import Executor, Size, jobs_of
+from mupscale.commands.lab.run import Result, Run, Trial, drop_checkpoints, results_in, with_run
+from mupscale.commands.lab.space import (
+    Settings,
+    SweptAxis,
+    TrialResult,
+    distribution,
+    grid,
+    new_study,
+    point_of,
+    point_text,
+)
+from mupscale.commands.process import refuse_output_folder
+from mupscale.data_files import refuse_linked_folders
 from mupscale.errors import UserError
-from mupscale.text_tables import as_csv, read_csv
+from mupscale.text_tables import as_csv
 
-NO_BEST = "no_best.txt"
-"""In the folder of a finished sweep whose trials all diverged, instead of a best.yaml."""
+if TYPE_CHECKING:
+    from optuna import Study
 
 TPE_ROUNDS = 10
 """In how many rounds a TPE draws its points: those of a round may be trained together, without each other's ends."""
-
-POINTS = "points.json"
-"""In the folder of a sweep that draws its points: their parameters, as Optuna has them, by cell."""
 
 MOST_POINTS = 60
 """Of a training curve: each is the mean of several steps."""
@@ -59,77 +67,47 @@ MOST_LINES = 12
 """In the figure of training curves; of more trials, some are left out."""
 
 
-class Sweep(Part):
-    """A sweep in a folder, whose trials are `total`. `settings` is called when it can start.
+class Sweep:
+    """A sweep in a folder. Raises a UserError if the folder holds another one, or something else."""
 
-    If all of its trials diverge it is an error, unless it `may_diverge`: then it is finished, and has no best trial.
-    """
-
-    def __init__(
-        self, name: str, folder: Path, settings: Callable[[], Settings], total: int, *, may_diverge: bool = False
-    ) -> None:
-        """`name` is what the names of its trials start with."""
-        super().__init__(name, folder)
-        self.total, self._settings, self._may_diverge = total, settings, may_diverge
-        self._found: dict[Path, Result | None] = {}
-
-    @cached_property
-    def settings(self) -> Settings:
-        """UserError if the folder holds another sweep."""
-        settings = self._settings()
-        refuse_other_sweep(self.folder, settings)
-        return settings
-
-    @cached_property
-    def labels(self) -> dict[str, str]:
-        return labels([axis.key for axis in self.settings.axes])
-
-    @property
-    def finished(self) -> bool:
-        return (self.folder / "best.yaml").exists() or self.has_no_best
-
-    @property
-    def has_no_best(self) -> bool:
-        """Whether all trials diverged, of a sweep that may."""
-        return (self.folder / NO_BEST).exists()
-
-    @property
-    def done(self) -> int:
-        return len(read_csv(self.folder / "trials.csv"))
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder, self.settings = folder, settings
+        self.labels = labels([axis.key for axis in settings.axes])
+        self._found: dict[Path, Result] = {}
+        refuse_output_folder("--out", folder)
+        path = folder / "sweep.json"
+        if path.exists():
+            refuse_difference(read_json(path), settings.description(), f"--out {folder} holds another sweep")
+        elif folder.exists() and any(each.name != LOCK and not each.match("part-*-of-*") for each in folder.iterdir()):
+            raise UserError(f"--out {folder} is not empty and has no sweep; name a new folder")
+        refuse_linked_folders(folder)
 
     # --- points
 
-    @cached_property
+    @property
     def points(self) -> list[Point]:
-        """The points by cell; of a sweep that draws them, those that it has drawn."""
+        """The points by cell; of a sweep that draws them, those of the rounds so far."""
         if self.settings.sampler == "grid":
             return list(grid(self.settings.axes))
-        try:
-            return [point_of(self.settings.axes, each) for each in self._drawn()]
-        except (LookupError, TypeError, ValueError, StopIteration) as error:
-            path = self.folder / POINTS
-            raise UserError(f"{path} is not of this sweep ({error!r}); delete it, or name a new folder") from error
+        return [point_of(self.settings.axes, trial.params) for trial in self._study.trials]
 
-    def _drawn(self) -> list[dict[str, object]]:
-        path = self.folder / POINTS
-        return read_json(path)["points"] if path.exists() else []
+    @cached_property
+    def _study(self) -> "Study":
+        """The study that draws the points: each follows from the axes and the results, so no file has to keep them."""
+        assert self.settings.sampler != "grid"
+        return new_study(self.settings.sampler)
 
     def _draw(self, count: int) -> None:
-        """Draws points until there are so many. Those of a TPE follow the results of the finished trials."""
-        assert self.settings.sampler != "grid"
+        """Draws points until there are so many, after the study has been told the results that it does not know."""
         known = {outcome.cell: outcome.value for outcome in self.outcomes}
-        drawn = self._drawn()
-        while len(drawn) < count:
-            before = [(each, known.get(cell)) for cell, each in enumerate(drawn)]
-            drawn.append(draw(self.settings.axes, self.settings.sampler, len(drawn), before))
-        write_text(self.folder / POINTS, json.dumps({"points": drawn}, indent=1) + "\n")
-        self.__dict__.pop("points", None)
+        for trial in self._study.trials:
+            if not trial.state.is_finished():
+                self._study.tell(trial.number, known[trial.number])
+        distributions = {axis.key: distribution(axis) for axis in self.settings.axes}
+        for _ in range(count - len(self._study.trials)):
+            self._study.ask(distributions)
 
     # --- trials
-
-    def trials(self) -> list[Trial]:
-        (trials,) = self.rounds()
-        return list(trials.values())
 
     def rounds(self) -> Iterator[dict[int, Trial]]:
         """The trials by cell, in rounds: only a TPE has several, whose points depend on the results of those before."""
@@ -145,22 +123,33 @@ class Sweep(Part):
 
     def _trial(self, cell: int) -> Trial:
         settings, point = self.settings, self.points[cell]
-        config = at(settings.config, point)
-        name = ", ".join(filter(None, [self.name, point_text(point, self.labels)]))
+        config = apply_point(settings.config, point)
+        name = point_text(point, self.labels) or self.folder.name
         runs = []
         for seed, folder in self.folders(cell, point).items():
             of_seed = f", seed {seed}" if len(settings.seeds) > 1 else ""
             runs.append(Run(with_run(config, settings.metric, seed, folder), folder, f"the trial {name}{of_seed}"))
-        return Trial(name, runs, self._finish)
+        return Trial(name, runs)
+
+    def make(self, trials: list[Trial], executor: Executor, size: Size) -> None:
+        """Makes the trials of a round that are not finished."""
+        left = [trial for trial in trials if results_in(trial.folders, self._found) is None]
+        for results in executor.make(jobs_of(trials, size, executor.slots, self._found)):
+            self._found |= results
+            for trial in list(left):
+                found = results_in(trial.folders, self._found)
+                if found is not None:
+                    left.remove(trial)
+                    print(f"{trial.name}: {self._finish(found)}", flush=True)
 
     def _finish(self, results: list[Result]) -> str:
         """Writes the table; returns the end of a trial in words."""
         self.tidy()
-        values, seconds = [value for value, _ in results], sum(seconds for _, seconds in results)
-        best = self.best
+        seconds, value, best = sum(seconds for _, seconds in results), fmean(value for value, _ in results), self.best
         leader = f"best {best.value:.5g} ({point_text(best.point, self.labels)})" if best else "all diverged so far"
-        mean = sum(values) / len(values)
-        return f"{f'{mean:.5g}' if math.isfinite(mean) else 'diverged'} in {seconds:.0f} s; {leader}"
+        total = self.settings.trials
+        said = f"{value:.5g}" if math.isfinite(value) else "diverged"
+        return f"{said} in {seconds:.0f} s; {leader}; {total - len(self.outcomes)} of {total} left"
 
     # --- results
 
@@ -168,70 +157,40 @@ class Sweep(Part):
         """The folders of a trial's runs, by seed; TensorBoard shows their names."""
         values = ",".join(f"{self.labels[key]}={brief(value)}" for key, value in point.items())
         plain = re.sub(r"[^\w.,=+-]+", "-", values)
-        name = f"{cell:03d}_{plain}"[:120]
+        name = f"{cell:03d}_{plain or 'run'}"[:120]  # never a number, which YAML would read as one
         ends = {seed: f",seed={seed}" if len(self.settings.seeds) > 1 else "" for seed in self.settings.seeds}
         return {seed: self.folder / "trials" / f"{name}{end}" for seed, end in ends.items()}
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TrialResult]:
         """The finished trials, by cell."""
         answer = []
         for cell, point in enumerate(self.points):
             runs = list(self.folders(cell, point).values())
-            results = ending_of(runs, self._result_of)
+            results = results_in(runs, self._found)
             if results is not None:
-                values = [value for value, _ in results]
-                seconds = sum(seconds for _, seconds in results)
-                answer.append(Outcome(cell, point, sum(values) / len(values), values, seconds, runs[: len(values)]))
+                values, seconds = ([result[place] for result in results] for place in (0, 1))
+                answer.append(TrialResult(cell, point, fmean(values), values, sum(seconds), runs[: len(values)]))
         return answer
 
-    def _result_of(self, folder: Path) -> Result | None:
-        if self._found.get(folder) is None:
-            self._found[folder] = result_of(folder)
-        return self._found[folder]
-
     @property
-    def best(self) -> Outcome | None:
+    def best(self) -> TrialResult | None:
         finite = [outcome for outcome in self.outcomes if math.isfinite(outcome.value)]
         return min(finite, key=lambda outcome: outcome.value, default=None)
 
-    @property
-    def checkpoint(self) -> Path:
-        """The last checkpoint of the best trial, of its first seed."""
-        assert self.best is not None
-        return self.best.runs[0] / "checkpoints" / "last.ckpt"
-
-    def progress(self) -> str:
-        return f"{self.total - len(self.outcomes)} of {self.total} left"
-
     def tidy(self) -> None:
         """Writes the table of finished trials, and deletes the checkpoints of all of them but the best."""
-        self._write_table()
-        best = self.best
-        for outcome in self.outcomes:
-            if outcome != best:
-                for folder in outcome.runs:
-                    drop_checkpoints(folder)
-
-    def _write_table(self) -> None:
+        outcomes, best, metric = self.outcomes, self.best, self.settings.metric
         seeds = [f"seed {seed}" for seed in self.settings.seeds] if len(self.settings.seeds) > 1 else []
         rows = []
-        for outcome in self.outcomes:
-            row = {"trial": outcome.cell, **outcome.point, self.settings.metric: outcome.value}
-            row |= seed_cells(seeds, outcome.values)
-            run = outcome.runs[0].relative_to(self.folder)
-            rows.append({**row, "seconds": f"{outcome.seconds:.1f}", "run": run})
-        head = ["trial", *(axis.key for axis in self.settings.axes), self.settings.metric, *seeds, "seconds", "run"]
+        for outcome in outcomes:
+            of_seeds = dict(zip_longest(seeds, outcome.values[: len(seeds)], fillvalue=""))  # none after a divergence
+            last = {"seconds": f"{outcome.seconds:.1f}", "run": outcome.runs[0].relative_to(self.folder)}
+            rows.append({"trial": outcome.cell, **outcome.point, metric: outcome.value, **of_seeds, **last})
+        head = ["trial", *(axis.key for axis in self.settings.axes), metric, *seeds, "seconds", "run"]
         write_text(self.folder / "trials.csv", as_csv(rows, head))
-
-    def conclude(self) -> None:
-        if self.finished:
-            return
-        if self._may_diverge and self.best is None:
-            self.tidy()
-            write_text(self.folder / NO_BEST, f"none: all {self.total} trials diverged\n")
-        else:
-            self.write_best()
+        for folder in (folder for outcome in outcomes if outcome != best for folder in outcome.runs):
+            drop_checkpoints(folder)
 
     # --- the best
 
@@ -241,47 +200,31 @@ class Sweep(Part):
         If the noise is signal-normalised, noise.json holds its constants.
         """
         self.tidy()  # again, because the process that finished the last trial may have died before it did
-        best = self.best
+        best, total = self.best, self.settings.trials
         if best is None:
             raise UserError(
-                f"all {self.total} trials diverged: no best.yaml; sweep smaller learning rates or less noise. "
+                f"all {total} trials diverged: no best.yaml; sweep smaller learning rates or less noise. "
                 f"{self.folder / 'trials.csv'} lists the trials"
             )
         drawn = draw_sweep(self.folder, self.settings, self.outcomes, best)
-        swap = signal_swap(at(self.settings.config, best.point))
+        config = apply_point(self.settings.config, best.point)
+        swap = signal_swap(config)
         if swap is not None:
-            shutil.copyfile(best.runs[0] / f"noise-{swap['init_args']['at_step']}.json", self.folder / "noise.json")
+            constants = best.runs[0] / f"noise-{swap['init_args']['at_step']}.json"
+            write_text(self.folder / "noise.json", constants.read_text("utf-8"))
         path = self.folder / "best.yaml"
         seeds = f", mean of {len(best.values)} seeds" if len(best.values) > 1 else ""
+        named = point_text(best.point, self.labels) or self.folder.name
         head = (
-            f"# {point_text(best.point, self.labels)}: {self.settings.metric} {best.value:.6g}{seeds}, "
-            f"the best of {self.total} trials.\n"
-            "#\n"
-            f"#     python -m mupscale fit --config TARGET.yaml --config {shlex.quote(str(path))}\n"
+            f"# {named}: {self.settings.metric} {best.value:.6g}{seeds}, the best of {total} trials.\n"
+            f"#\n#     python -m mupscale fit --config TARGET.yaml --config {shlex.quote(str(path))}\n"
         )
-        write_text(path, head + yaml.safe_dump(self.tuned, sort_keys=False))
+        tuned = tuned_values(config, best.point, self.folder / "noise.json")
+        write_text(path, head + yaml.safe_dump(tuned, sort_keys=False))
         return path, drawn
-
-    @property
-    def tuned(self) -> Config:
-        """The best of the swept values alone, to override those of another configuration."""
-        best = self.best
-        assert best is not None
-        return tuned_values(at(self.settings.config, best.point), best.point, self.folder / "noise.json")
-
-
-def refuse_other_sweep(folder: Path, settings: Settings) -> None:
-    """Raises a UserError if a folder holds another sweep, or something else."""
-    refuse_links(folder, POINTS)
-    refuse_other_content(folder, "sweep", settings.description())
 
 
 # --- metrics
-
-
-def seed_cells(seeds: list[str], values: list[float]) -> dict[str, float | str]:
-    """The metric of each seed; seeds after one that diverged are not run."""
-    return dict(zip_longest(seeds, values[: len(seeds)], fillvalue=""))
 
 
 def checked_metric(metric: Any) -> str:
@@ -308,7 +251,7 @@ def tuned_values(config: Config, point: Point, noise: Path) -> Config:
             put(tuned, whole_key(config, key.split("."), key), value)
         else:
             name, (argument, *_) = callback_key(key)
-            callbacks = callbacks_of(config, name)
+            callbacks = configured_callbacks(config, name)
             given = arguments.setdefault(name, [{} for _ in callbacks])
             for own, callback in zip(given, callbacks, strict=True):
                 # the whole argument, because the target's own may be of another class
@@ -316,7 +259,7 @@ def tuned_values(config: Config, point: Point, noise: Path) -> Config:
     swap = signal_swap(config)
     if swap is not None:
         recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": str(noise)}}
-        swaps = callbacks_of(config, "UpscaleCallback")
+        swaps = configured_callbacks(config, "UpscaleCallback")
         given = arguments.setdefault("UpscaleCallback", [{} for _ in swaps])
         for own, callback in zip(given, swaps, strict=True):
             if callback is swap:
@@ -339,9 +282,9 @@ def without_nulls(value: Any) -> Any:
 def signal_swap(config: Config) -> Config | None:
     """The UpscaleCallback with signal-normalised noise, if there is one; raises a UserError if there are several."""
     found = []
-    for callback in callbacks_of(config, "UpscaleCallback"):
+    for callback in configured_callbacks(config, "UpscaleCallback"):
         noise = callback["init_args"].get("noise")
-        if noise and class_name(noise) == "SignalNoise":
+        if isinstance(noise, dict) and class_name(noise) == "SignalNoise":
             found.append(callback)
     if len(found) > 1:
         raise UserError("trainer.callbacks: several UpscaleCallbacks have SignalNoise; sweep one growth at a time")
@@ -351,7 +294,7 @@ def signal_swap(config: Config) -> Config | None:
 # --- figures
 
 
-def draw_sweep(out: Path, settings: Settings, outcomes: list[Outcome], best: Outcome) -> list[Path]:
+def draw_sweep(out: Path, settings: Settings, outcomes: list[TrialResult], best: TrialResult) -> list[Path]:
     """Draws the metric over the axes, and training curves over the levels of one of them, in PNG and PDF."""
     axes = [axis for axis in settings.axes if len(axis.values) != 1]
     if not axes:
@@ -378,7 +321,9 @@ def draw_sweep(out: Path, settings: Settings, outcomes: list[Outcome], best: Out
     return [*paths, *draw_curves(out / "curves", settings, outcomes, best, colour)]
 
 
-def draw_curves(path: Path, settings: Settings, outcomes: list[Outcome], best: Outcome, axis: Axis) -> list[Path]:
+def draw_curves(
+    path: Path, settings: Settings, outcomes: list[TrialResult], best: TrialResult, axis: SweptAxis
+) -> list[Path]:
     """Draws training curves by the level of one axis, the others at their best where they have levels."""
     names = labels([each.key for each in settings.axes])
     fixed = {each.key: best.point[each.key] for each in settings.axes if each != axis and len(each.values) > 1}
@@ -402,7 +347,7 @@ def metric_label(metric: str) -> str:
     return "training loss, last epoch" if part == "epoch" else f"training loss, {metric.replace('_', ' ')} of steps"
 
 
-def in_order(axis: Axis) -> list[Any]:
+def in_order(axis: SweptAxis) -> list[Any]:
     """The levels of an axis: numbers in order of size, others as they are listed."""
     return sorted(axis.values) if figures.is_ordered(axis.values) else [level(value) for value in axis.values]
 
@@ -412,16 +357,16 @@ def level(value: Any) -> Any:
     return brief(value) if isinstance(value, dict | list) else value
 
 
-def most_influential(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
+def most_influential(axes: list[SweptAxis], outcomes: list[TrialResult]) -> list[SweptAxis]:
     """The two axes between whose levels the best values differ most, in the order of the axes."""
 
-    def spread(axis: Axis) -> float:
+    def spread(axis: SweptAxis) -> float:
         levels: dict[str, float] = {}
         for outcome in outcomes:
             name = brief(outcome.point[axis.key])
             levels[name] = min(levels.get(name, math.inf), outcome.value)
         finite = [value for value in levels.values() if math.isfinite(value)]
-        return statistics.pvariance(finite) if len(finite) > 1 else 0.0
+        return pvariance(finite) if len(finite) > 1 else 0.0
 
     chosen = sorted(axes, key=spread, reverse=True)[:2]
     return [axis for axis in axes if axis in chosen]
@@ -432,5 +377,5 @@ def mean_curve(tables: list[dict[int, float]]) -> tuple[list[float], list[float]
     steps = sorted(set.intersection(*(set(table) for table in tables)))
     size = max(1, math.ceil(len(steps) / MOST_POINTS))
     groups = [steps[start : start + size] for start in range(0, len(steps), size)]
-    y = [statistics.fmean(table[step] for step in group for table in tables) for group in groups]
-    return [statistics.fmean(group) for group in groups], y
+    y = [fmean(table[step] for step in group for table in tables) for group in groups]
+    return [fmean(group) for group in groups], y

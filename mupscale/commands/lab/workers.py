@@ -1,72 +1,27 @@
-"""Jobs in several processes of this machine, on its GPUs in turn.
+"""Jobs in several processes of this machine, on its GPUs in turn, by the standard library's process pool.
 
-Each process has a pipe to the driver. If the driver dies, the pipe closes and the process ends; if a process dies, the
-driver sees it by the pipe and gives its job to another one.
+Every process has a pool of its own, so that the death of one touches no other, and belongs to one GPU.
 """
 
+import multiprocessing
 import os
-import pickle
 import signal
-import subprocess
 import sys
 import threading
-import time
-import traceback
+from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
+from multiprocessing.connection import Connection
+from pathlib import Path
 
-from mupscale.commands.lab.driver import Ending, Job, failed_words
-from mupscale.commands.lab.run import set_aside, without_announcements
-from mupscale.commands.mistakes import keeps_tracebacks, line_about
-from mupscale.commands.process import (
-    EXIT_CODE,
-    Terminated,
-    end_now,
-    interruptions,
-    lenient_output,
-    on_sigterm,
-    raise_for,
-)
+from mupscale.commands.lab.jobs import MOST_DEATHS, Job
+from mupscale.commands.lab.run import Result, prepare_process
+from mupscale.commands.process import EXIT_CODE, interruptions, raise_for
 from mupscale.errors import UserError
 
-PATIENCE = 5.0
-"""Seconds that a worker has to end before it is killed. Either way its runs can be resumed."""
-
-
-class Worker:
-    """A process that makes jobs, in a session of its own, so that Ctrl-C reaches only the driver, which stops it."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.connection, theirs = Pipe()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL
-        )
-        theirs.close()
-        self.job: Job | None = None
-
-    def submit(self, job: Job) -> None:
-        self.job = job
-        with suppress(OSError):  # of a worker that has died, which `answer` finds
-            self.connection.send_bytes(pickle.dumps(job))
-
-    def answer(self) -> Ending:
-        """How its job ended. Raises a UserError if a run failed."""
-        job, self.job = self.job, None
-        assert job is not None
-        try:
-            ending = self.connection.recv()
-        except (EOFError, OSError):
-            code = self.process.wait()
-            number = -code if code < 0 else code - 128 if code in (EXIT_CODE, 128 + signal.SIGINT) else 0
-            cause = f"signal {number}" if number else f"exit status {code}"
-            return Ending(job, death=f"its process died ({cause})")
-        if isinstance(ending, Ending):
-            return ending
-        raise UserError(ending or failed_words(job))
+Results = dict[Path, Result]
 
 
 class Workers:
@@ -75,46 +30,44 @@ class Workers:
     def __init__(self, slots: int, gpus: list[str], seen: list[int]) -> None:
         """`slots` workers use the `gpus` in turn, or the CPU; `seen` are the signals that ask this process to end."""
         self.slots, self._gpus, self._seen = slots, gpus, seen
-        self._workers: dict[int, Worker] = {}
+        self._pools: dict[int, ProcessPoolExecutor] = {}
+        self._context = multiprocessing.get_context("spawn")
+        self._theirs, self._ours = self._context.Pipe(duplex=False)
 
-    @property
-    def has_room(self) -> bool:
-        return sum(worker.job is not None for worker in self._workers.values()) < self.slots
-
-    def submit(self, job: Job) -> None:
-        busy = [index for index, worker in self._workers.items() if worker.job is not None]
-        free = next(index for index in range(self.slots) if index not in busy)
-        if free not in self._workers:
-            threads = max(1, (os.cpu_count() or 1) // self.slots)
-            environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-            if self._gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = self._gpus[free % len(self._gpus)]
-            self._workers[free] = Worker(environment)
-        self._workers[free].submit(job)
-
-    def wait(self) -> list[Ending]:
-        raise_for(self._seen)
-        busy = {index: worker for index, worker in self._workers.items() if worker.job is not None}
-        ready = wait([worker.connection for worker in busy.values()], timeout=0.1)
-        answer = []
-        for index, worker in busy.items():
-            if worker.connection in ready:
-                answer.append(worker.answer())
-                if answer[-1].death:
-                    del self._workers[index]
-        return answer
+    def make(self, jobs: list[Job]) -> Iterator[Results]:
+        left, running, deaths = deque(jobs), dict[Future[Results], tuple[int, Job]](), Counter[str]()
+        while left or running:
+            free = {*range(self.slots)} - {slot for slot, _ in running.values()}
+            for slot, job in [(slot, left.popleft()) for slot in sorted(free)[: len(left)]]:
+                running[self._pool(slot).submit(job.carry_out)] = slot, job
+            done, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+            raise_for(self._seen)
+            for future in done:
+                slot, job = running.pop(future)
+                try:
+                    yield future.result()
+                except BrokenProcessPool as death:
+                    self._pools.pop(slot).shutdown()
+                    deaths[str(job)] += 1
+                    if deaths[str(job)] == MOST_DEATHS:
+                        raise UserError(
+                            f"{job}: its process died, {MOST_DEATHS} times. If the memory is too small, give a smaller "
+                            "--stack or fewer --workers; then run the same command again to continue"
+                        ) from death
+                    print(f"{job}: its process died; the runs continue", file=sys.stderr, flush=True)
+                    left.appendleft(job)
 
     def stop(self) -> None:
-        for worker in self._workers.values():
-            worker.process.terminate()
-        until = time.monotonic() + PATIENCE
-        for worker in self._workers.values():
-            try:
-                worker.process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
-            worker.connection.close()
+        self._ours.close()  # which ends them at once: their runs can be resumed
+        for pool in self._pools.values():
+            pool.shutdown(cancel_futures=True)
+
+    def _pool(self, slot: int) -> ProcessPoolExecutor:
+        if slot not in self._pools:
+            gpu = self._gpus[slot % len(self._gpus)] if self._gpus else None
+            threads = int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // self.slots)))
+            self._pools[slot] = ProcessPoolExecutor(1, self._context, begin, (self._theirs, gpu, threads))
+        return self._pools[slot]
 
 
 @contextmanager
@@ -127,45 +80,18 @@ def workers(slots: int, gpus: list[str]) -> Iterator[Workers]:
             answer.stop()
 
 
-# --- in a worker
+def begin(driver: Connection, gpu: str | None, threads: int) -> None:
+    """In a worker: takes its GPU and its threads, and ends once the driver has ended."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    import torch
 
+    def follow() -> None:
+        with suppress(EOFError, OSError):
+            driver.recv_bytes()
+        os._exit(EXIT_CODE)
 
-def main() -> None:
-    with lenient_output():
-        try:
-            with on_sigterm(end_now), without_announcements():
-                serve(Connection(int(sys.argv[1])))
-        except Terminated:
-            sys.exit(EXIT_CODE)
-
-
-def serve(connection: Connection) -> None:
-    requests: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=receive, args=(connection, requests), daemon=True).start()
-    set_aside()
-    while True:
-        connection.send(carry_out(pickle.loads(requests.get())))
-
-
-def receive(connection: Connection, requests: "SimpleQueue[bytes]") -> None:
-    """Passes requests on; ends this process, as SIGTERM does, once the driver has ended."""
-    try:
-        while True:
-            requests.put(connection.recv_bytes())
-    except (EOFError, OSError):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def carry_out(job: Job) -> Ending | str | None:
-    """Makes a job; how it ended, or a line about the error that ended it: None if the error itself is printed."""
-    try:
-        return job.carry_out()
-    except Exception as error:
-        line = None if keeps_tracebacks() else line_about(error)
-        if line is None:
-            traceback.print_exc()
-        return line
-
-
-if __name__ == "__main__":
-    main()
+    torch.set_num_threads(threads)
+    prepare_process()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends its workers
+    threading.Thread(target=follow, daemon=True).start()

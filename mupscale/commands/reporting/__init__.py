@@ -1,147 +1,173 @@
-"""A report on runs: one page, its figures, and its numbers."""
+"""A report on runs: one page, its figures, and its numbers as CSV files.
 
-import json
+`load_runs` and `load_curves` give the same numbers as pandas tables.
+"""
+
+import base64
 import math
 import re
-import shutil
-import tempfile
+import statistics
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from mupscale.atomic import write_text
+from mupscale.commands import figures
 from mupscale.commands.config import brief
-from mupscale.commands.figures import PALETTE
 from mupscale.commands.process import command_line, refuse_output_folder
-from mupscale.commands.reporting import words
-from mupscale.commands.reporting.draw import Picture, draw_figures, picture
-from mupscale.commands.reporting.folders import EDGE, Found
-from mupscale.commands.reporting.groups import Group, differing, group_runs
-from mupscale.commands.reporting.methods import Methods, draw_methods
-from mupscale.commands.reporting.midrun import Midrun, draw_midrun
-from mupscale.commands.reporting.reach import Comparison, Numbers
-from mupscale.data_files import json_of
+from mupscale.commands.reporting.arms import Arm, differing
+from mupscale.commands.reporting.compare import ERROR, ArmDifference, spread_of
+from mupscale.commands.reporting.frames import Comparison, Results, load_curves, load_runs
+from mupscale.commands.reporting.runs import FloatArray, Line, LoggedRun
+from mupscale.data_files import refuse_odd_name
 from mupscale.errors import UserError
-from mupscale.text_tables import as_csv, read_csv
+from mupscale.text_tables import read_csv
+
+__all__ = ["load_curves", "load_runs", "write_report"]
 
 GENERATOR = '<meta name="generator" content="mupscale report">'
 """In the head of every page, as the template has it."""
+
+POINTS = 600
+"""The most points that a line is drawn with: more than a screen shows."""
+
+AXES: dict[str, tuple[str, Callable[[LoggedRun, FloatArray], FloatArray]]] = {
+    "steps": ("steps", lambda run, steps: steps),
+    "samples": ("samples", LoggedRun.samples_over),
+    "flops": ("training FLOPs", LoggedRun.flops_over),
+}
+"""The horizontal axes: their labels, and where a run is on them after steps."""
+
+Cell = str | float | int | None
 
 
 def write_report(folders: list[Path], out: Path) -> list[Path]:
     """Writes a report on the runs in `folders` to `out`, and returns the paths of its files, the page first.
 
     UserError, with nothing written, if there is nothing to report, if the runs are of different tasks, or if `out` has
-    files but no report. A report that is there already is replaced once the new one is complete.
+    files but no report. The files of a report that is there already are replaced.
 
     >>> write_report([Path("runs/quickstart")], Path("report"))[0]
     PosixPath('report/index.html')
     """
-    stale = files_of_report(out)
-    report = Report(folders, command_line("report", *folders, "--out", out))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as draft:
-        names = report.write(Path(draft))
-        out.mkdir(exist_ok=True)
-        for name in names:
-            shutil.move(Path(draft, name), out / name)
-    for name in {*stale} - {*names}:
-        (out / name).unlink(missing_ok=True)
-    return [out / each for each in reversed(names)]
-
-
-def files_of_report(out: Path) -> list[str]:
-    """The names of the files of the report in `out`, from its summary; none if it has no summary, is new or empty.
-
-    Raises a UserError if it cannot be written to, or has other files but no report.
-    """
+    refuse_odd_name(out)
     refuse_output_folder("--out", out)
-    if not out.exists() or not any(out.iterdir()):
-        return []
-    try:
-        names = json_of((out / "summary.json").read_text())["files"]
-        if "index.html" in names:
-            return [name for name in names if name == Path(name).name]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    if (out / "index.html").is_file() and GENERATOR in (out / "index.html").read_text(errors="replace"):
-        return []
-    raise UserError(f"--out {out} has files but no report; name a new folder, so that nothing is overwritten")
+    page = out / "index.html"
+    is_report = page.is_file() and GENERATOR in page.read_text("utf-8", errors="replace")
+    if out.exists() and any(out.iterdir()) and not is_report:
+        raise UserError(f"--out {out} has files but no report; name a new folder, so that nothing is overwritten")
+    results = Results.read(folders)
+    comparisons = results.comparisons
+    out.mkdir(parents=True, exist_ok=True)
+    pictures = draw_figures(out, results)
+    tables = {
+        "runs.csv": results.table,
+        "curves.csv": results.curves,
+        "comparisons.csv": pd.DataFrame([row_of(each) for each in comparisons]),
+    }
+    for name, table in tables.items():
+        write_text(out / name, table.to_csv(index=False))
+    text = render_page(
+        results=results,
+        comparisons=comparisons,
+        pictures=pictures,
+        command=command_line("report", *folders, "--out", out),
+        files=list(tables),
+        title=title(results),
+        level=f"{100 * (1 - ERROR / comparisons[0].equal.pairs):.3g} %" if comparisons else "",
+    )
+    write_text(page, text)
+    return [page, *sorted(path for path in out.iterdir() if path.suffix in (".csv", ".png", ".pdf"))]
 
 
-class Report:
-    """What a report on the runs in folders holds; `command` makes it."""
-
-    def __init__(self, folders: list[Path], command: str) -> None:
-        self.command, self.found = command, Found(folders)
-        self.numbers = Numbers(self.found, group_runs(self.found.runs))
-        self.midruns = [Midrun(experiment) for experiment in self.found.of_protocol("midrun")]
-        compared = [experiment for experiment in self.found.experiments if experiment.method_of]
-        self.methods = [Methods(experiment, self.numbers) for experiment in compared]
-        self.verdicts = words.verdicts(self.numbers)
-        """Those on groups, each a list of sentences."""
-        self.notes = [*self.found.notes, *self.numbers.notes]
-
-    def write(self, draft: Path) -> list[str]:
-        """Writes all files to an empty folder; their names, the page last."""
-        parts: list[tuple[str, Any, list[Picture]]] = []
-        if self.numbers.groups:
-            parts.append(("summary", self.numbers, draw_figures(draft, self.numbers)))
-        parts += [(name, each, draw_methods(each, draft / name)) for name, each in numbered("methods", self.methods)]
-        parts += [(name, each, draw_midrun(each, draft / name)) for name, each in numbered("midrun", self.midruns)]
-        for name, part, _ in parts:
-            (draft / f"{name}.csv").write_text(as_csv(part.rows))
-        names = [*sorted(path.name for path in draft.iterdir()), "summary.json", "index.html"]
-        summary = {"command": self.command, "files": names, **self.summary()}
-        (draft / "summary.json").write_text(json.dumps(as_plain(summary), indent=1, allow_nan=False) + "\n")
-        pictures = {part: drawn for _, part, drawn in parts}
-        (draft / "index.html").write_text(render_page(**vars(self), title=title(self), pictures=pictures))
-        return names
-
-    def summary(self) -> dict[str, Any]:
-        """The content of summary.json."""
-        found, numbers, windows = self.found, self.numbers, self.numbers.windows
-        sentences = [each for midrun in self.midruns for each in midrun.verdicts]
-        sentences += [*(each.verdict for each in self.methods), *self.verdicts]
-        answer: dict[str, Any] = {
-            "notes": self.notes,
-            "verdicts": [" ".join(each) for each in sentences],
-            "experiments": [{"folder": each.folder, "protocol": each.protocol} for each in found.experiments],
-            "sweeps": [{"name": each.name, "folder": each.folder, "best": each.best} for each in found.sweeps],
-        }
-        if not numbers.groups:
-            return answer
-        answer["window"] = {"steps": windows.size, "epochs": windows.epochs, "final_loss": numbers.recorded}
-        answer["groups"] = [group_summary(group, numbers) for group in numbers.groups]
-        answer["comparisons"] = [comparison_summary(comparison) for comparison in numbers.comparisons]
-        answer["tuning"] = [{**vars(each), "sweep": each.sweep.name} for each in numbers.tuning]
-        tables = [{"folder": each.folder, "verdict": each.verdict, "table": each.rows} for each in self.methods]
-        return answer | ({"methods": tables} if tables else {}) | {"runs": numbers.rows}
+def title(results: Results) -> str:
+    """The task, and the sizes between which arms grow; or the sweeps."""
+    if not results.arms:
+        return f"Sweeps: {', '.join(sweep.folder.name for sweep in results.found.sweeps)}"
+    growths = dict.fromkeys(f"width {arm.runs[0].width_range}" for arm in results.arms if arm.role == "upscaled")
+    return ": ".join(filter(None, [results.arms[0].runs[0].task, ", ".join(growths)]))
 
 
-def numbered(name: str, things: list[Any]) -> list[tuple[str, Any]]:
-    """Things with names for their files: the name itself if there is one thing, and with numbers if there are more."""
-    return [(name if len(things) == 1 else f"{name}_{index}", thing) for index, thing in enumerate(things, 1)]
+def row_of(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as a row of comparisons.csv."""
+    return {
+        "arm": comparison.arm.name,
+        "reference": comparison.reference.name,
+        "seeds": len(comparison.equal.seeds),
+        "flops": comparison.at_flops,
+        "loss": mean(list(comparison.ours.values())),
+        "reference_loss": mean(list(comparison.theirs.values())),
+        **{f"equal_compute_{key}": getattr(comparison.equal, key) for key in ("mean", "low", "high")},
+        **{f"final_{key}": getattr(comparison.final, key) for key in ("mean", "low", "high")},
+        "pairs": comparison.equal.pairs,
+        "reach_flops": mean(list(comparison.reached.values())),
+    }
 
 
-def title(report: Report) -> str:
-    """The task, and the widths between which groups grow; or the experiments."""
-    groups = report.numbers.groups
-    if not groups:
-        topic = "Growing in the middle" if report.midruns else "Transfer"
-        return f"{topic}: {' and '.join(experiment.folder.name for experiment in report.found.experiments)}"
-    growths = dict.fromkeys(f"width {group.runs[0].width_range}" for group in groups if group.role == "upscaled")
-    return ": ".join(filter(None, [groups[0].runs[0].task, ", ".join(growths)]))
+def mean(values: list[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+# --- figures
+
+
+class Picture(NamedTuple):
+    source: str
+    alt: str
+    caption: str = ""
+
+
+def draw_figures(folder: Path, results: Results) -> list[Picture]:
+    """Draws training loss and validation metrics, against steps, samples and FLOPs, as far as these were logged."""
+    curves: dict[str, tuple[str, Callable[[LoggedRun], Line]]] = {
+        "training_loss": (f"Training loss, {results.windows.words}", results.windows.of)
+    }
+    for metric in results.metrics:
+        curves[metric] = metric_name(metric).capitalize(), partial(LoggedRun.validations, metric=metric)
+    has_seeds = any(len(arm.not_diverged) > 1 for arm in results.arms)
+    seeds = ": mean over seeds, and the range from the lowest to the highest" if has_seeds else ""
+    drawn = []
+    for name, (words, curve_of) in curves.items():
+        for axis, (label, _) in AXES.items():
+            bands = [band for arm in results.arms if (band := mean_band(arm, curve_of, axis)) is not None]
+            if bands:
+                path = folder / f"{name.replace('/', '_')}_{axis}"
+                (png, _) = figures.bands(path, bands, label, metric_name(name))
+                drawn.append(picture(png, f"{words}, against {label}", f"{words}, against {label}{seeds}."))
+    return drawn
+
+
+def picture(path: Path, alt: str, caption: str = "") -> Picture:
+    return Picture(f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}", alt, caption)
+
+
+def mean_band(arm: Arm, curve_of: Callable[[LoggedRun], Line], axis: str) -> figures.Band | None:
+    """The mean curve of the runs that have not diverged, as far as all of them go, and their range, with the growth
+    marked. None if there is no common part, or if one has not logged what the axis shows."""
+    _, place_at = AXES[axis]
+    curves = [(place_at(run, steps), values) for run in arm.not_diverged for steps, values in [curve_of(run)]]
+    curves = [(x, y) for x, y in curves if len(x)]
+    start, end = max((x[0] for x, _ in curves), default=1.0), min((x[-1] for x, _ in curves), default=0.0)
+    if not start <= end or not all(np.isfinite(x).all() for x, _ in curves):
+        return None
+    x = np.unique(np.concatenate([x[(x >= start) & (x <= end)] for x, _ in curves]))
+    kept = np.unique(np.append(np.arange(0, len(x), math.ceil(len(x) / POINTS)), len(x) - 1))
+    values = np.stack([np.interp(x[kept], *curve) for curve in curves])
+    first = arm.not_diverged[0]
+    marks = place_at(first, np.array([step for step in first.growths if step > 0], dtype=float)).tolist()
+    line, low, high = (each(0).tolist() for each in (values.mean, values.min, values.max))
+    return figures.Band(arm.name, arm.place, x[kept].tolist(), line, low, high, marks)
 
 
 # --- the page: one HTML file that needs no other. Its template has the tables and the fixed texts.
 
-LONG_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]{5,}(e-?[0-9]+)?")
-
 
 def render_page(**content: Any) -> str:
-    """The page with what the template asks for."""
     environment = Environment(
         loader=PackageLoader("mupscale.commands.reporting", package_path=""),
         autoescape=True,
@@ -149,66 +175,61 @@ def render_page(**content: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {name: each for name, each in vars(words).items() if callable(each)}
-    environment.filters |= {"brief": brief, "differing": differing}
-    environment.filters |= {"read_table": read_table, "read_pictures": read_pictures}
-    environment.filters["as_json"] = partial(json.dumps, indent=2, ensure_ascii=False)
-    template = environment.get_template("page.html.jinja")
-    return template.render(content, palette=PALETTE, edge=EDGE).lstrip()
+    named = (number, flops_text, ranged, interval, times, metric_name, brief, differing, read_table, read_pictures)
+    environment.filters |= {each.__name__: each for each in named}
+    return environment.get_template("page.html.jinja").render(content, palette=figures.PALETTE).lstrip()
 
 
 def read_pictures(folder: Path, *names: str) -> list[Picture]:
     """Those of the pictures with these names that are in a folder."""
-    paths = [folder / f"{name}.png" for name in names]
-    return [picture(path, path.stem) for path in paths if path.is_file()]
+    return [picture(path, path.stem) for name in names if (path := folder / f"{name}.png").is_file()]
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file, with short numbers; none if there is no file."""
-    return [{key: short(cell) for key, cell in row.items()} for row in read_csv(path)]
+    return [{key: shorten(cell) for key, cell in row.items()} for row in read_csv(path)]
 
 
-def short(cell: str) -> str:
-    return f"{float(cell):.5g}" if LONG_DECIMAL.fullmatch(cell) else cell
+def shorten(cell: str) -> str:
+    return f"{float(cell):.5g}" if re.fullmatch(r"-?[0-9]+\.[0-9]{5,}(e-?[0-9]+)?", cell) else cell
 
 
-# --- the numbers, as JSON
+def number(value: float | None, form: str = "#.4g") -> str:
+    """Four digits, for a loss or an accuracy. What is missing or not finite is a dash."""
+    return f"{value:{form}}".removesuffix(".") if value is not None and math.isfinite(value) else "—"
 
 
-def group_summary(group: Group, numbers: Numbers) -> dict[str, Any]:
-    return {
-        "name": group.name,
-        "role": group.role,
-        "seeds": [run.seed for run in group.runs],
-        "final_loss": group.mean("final_loss"),
-        "flops": group.mean("flops"),
-        "validation": {metric: group.mean(metric) for metric in numbers.metrics},
-    }
+def flops_text(flops: float | None) -> str:
+    """FLOPs in the unit that fits: 3.29 GFLOPs, 598 TFLOPs.
+
+    >>> flops_text(3.29e9), flops_text(598e12)
+    ('3.29 GFLOPs', '598 TFLOPs')
+    """
+    if flops is None or not math.isfinite(flops):
+        return "—"
+    power = min(6, max(0, math.floor(math.log10(float(f"{flops:.3g}")) / 3))) if flops > 0 else 0
+    return f"{number(flops / 1000**power, '#.3g')} {['', 'k', 'M', 'G', 'T', 'P', 'E'][power]}FLOPs"
 
 
-def comparison_summary(comparison: Comparison) -> dict[str, Any]:
-    difference = comparison.difference()
-    return {
-        "upscaled": comparison.upscaled.name,
-        "scratch": comparison.scratch.name,
-        "difference": {**difference._asdict(), "outcome": difference.outcome},
-        "reach": comparison.reaches,
-        "all_reach": comparison.reached,
-        "reach_step": comparison.reached_at("step"),
-        "reach_epoch": comparison.reached_at("epoch"),
-        "costs": list(comparison.costs.values()) or None,
-        "notes": comparison.notes,
-    }
+def ranged(values: Any) -> str:
+    """The mean of finite values, with their range."""
+    found = spread_of([float(value) for value in values if value is not None])
+    if found is None:
+        return "—"
+    return f"{number(found.mean)} ({number(found.min)}–{number(found.max)})" if found.runs > 1 else number(found.mean)
 
 
-def as_plain(value: Any) -> Any:
-    """A value as JSON has it: named tuples as dictionaries, paths as texts, nothing for numbers that are not finite."""
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, dict):
-        return {name: as_plain(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [as_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
+def interval(difference: ArmDifference) -> str:
+    """How much lower, with its interval: 0.0201 (0.01 to 0.03)."""
+    if not difference.seeds or not math.isfinite(difference.mean):
+        return "—"
+    mean = f"{difference.mean:+.3g}"
+    return f"{mean} ({difference.low:+.2g} to {difference.high:+.2g})" if math.isfinite(difference.low) else mean
+
+
+def times(factor: float) -> str:
+    return f"{factor:,.1f}×" if factor < 1000 else f"{factor:,.0f}×"
+
+
+def metric_name(metric: str) -> str:
+    return metric.replace("val/", "validation ", 1).replace("_", " ")
