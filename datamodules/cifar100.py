@@ -174,13 +174,13 @@ def _files(folder: Path) -> list[Path]:
 
 def _resident(folder: Path, device: torch.device) -> TensorSplit:
     """Images and labels, and the table of normalised values."""
-    (images, labels), (test_images, test_labels) = read(folder)
+    (images, labels), (test_images, test_labels) = read_images(folder)
     table = normalisation_table(*channel_statistics(images)).to(device)
     train = padded(images.to(device)), labels.to(device)
     return TensorSplit(train, (test_images.to(device), test_labels.to(device)), table)
 
 
-def read(folder: Path) -> list[tuple[Tensor, Tensor]]:
+def read_images(folder: Path) -> list[tuple[Tensor, Tensor]]:
     """Images, uint8 [N, 32, 32, 3], and labels, int64 [N]: first the training set, then the test set."""
     file = folder / NPZ
     if file.is_file():
@@ -193,8 +193,7 @@ def read_published(folder: Path) -> list[tuple[Tensor, Tensor]]:
     """The training set and the test set as published: pickles, of which only arrays, texts and lists are read."""
     if not all(check_integrity(folder / name, md5) for name, md5 in _listed()):
         raise UserError(
-            f"data_dir: {folder} is damaged or incomplete: its checksums are not the published ones. "
-            "Delete it, and mupscale downloads it again"
+            f"data_dir: {folder} is damaged or incomplete: its checksums are not the published ones. Delete it"
         )
     parts = []
     for part, [[name, _]] in (("train", Published.train_list), ("test", Published.test_list)):

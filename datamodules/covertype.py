@@ -108,7 +108,7 @@ def _read(file: Path) -> tuple[Tensor, Tensor]:
     features, labels = read_npz(file, ("X", "y"))
     if features.ndim != 2 or features.shape[1] != FEATURES or labels.shape != features.shape[:1]:
         raise UserError(
-            f"data_dir: {file} has X {features.shape} and y {labels.shape}, wanted [rows, {FEATURES}] and [rows]"
+            f"data_dir: {file} has X {features.shape} and y {labels.shape}, wanted [rows, {FEATURES}], [rows]"
         )
     if len(labels) and labels.dtype.kind not in "iu":
         raise UserError(f"data_dir: {file} has y of {labels.dtype}, wanted integers 1..{CLASSES}")

@@ -48,7 +48,7 @@ class Source(ABC):
 
     @abstractmethod
     def position(self) -> Position:
-        """That after the document that was drawn last; at the end, that of the end."""
+        """Position after the last document read."""
 
     def progress(self, position: Position) -> tuple[int, int]:
         """The bytes before a position and the bytes in all; zeros of a source that does not know them."""
@@ -82,9 +82,9 @@ class TextFiles(Source):
         for file in files:
             if not file.is_file():
                 raise UserError(f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}")
-            if kind_of(file)[0] in UNREAD:
+            if ending_of(file)[0] in UNREAD:
                 raise UserError(f"{file}: unpack it first; of packed files, only text and JSON lines in .gz are read")
-        if any(kind_of(file)[0] == ".parquet" for file in files):
+        if any(ending_of(file)[0] == ".parquet" for file in files):
             with needs_extra("data"):
                 import pyarrow.parquet  # noqa: F401
         self._sizes = [file.stat().st_size for file in files]
@@ -117,13 +117,13 @@ class TextFiles(Source):
         number, offset = position or (0, 0)
         in_bytes = False
         if number < len(self.files):
-            kind, compressed = kind_of(self.files[number])
+            kind, compressed = ending_of(self.files[number])
             in_bytes = kind != ".parquet" and not compressed
         return sum(self._sizes[:number]) + (offset if in_bytes else 0), sum(self._sizes)
 
     def _documents(self, file: Path, offset: int) -> Iterator[tuple[str, int]]:
         """Documents from an offset on, each with the offset after it: rows of parquet, uncompressed bytes of others."""
-        kind, compressed = kind_of(file)
+        kind, compressed = ending_of(file)
         try:
             if kind == ".parquet":
                 yield from _parquet_rows(file, offset)
@@ -147,7 +147,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def kind_of(file: Path) -> tuple[str, bool]:
+def ending_of(file: Path) -> tuple[str, bool]:
     """The ending of a file in small letters, without .gz, and whether it has that."""
     name = file.name.lower()
     return Path(name.removesuffix(".gz")).suffix, name.endswith(".gz")
@@ -189,7 +189,7 @@ class FineWebEdu(Source):
         except Exception as error:  # many exception types: from the Hub, the HTTP client and the operating system
             if isinstance(error, ValueError) and "BuilderConfig" in str(error):
                 raise Unusable(
-                    f"--subset {self.subset}: {REPOSITORY} has no such subset ({one_line(error, 200)})"
+                    f"--subset {self.subset}: {REPOSITORY} has none such ({one_line(error, 200)})"
                 ) from error
             raise out_of_reach(self.subset, error) from error
 

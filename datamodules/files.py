@@ -81,9 +81,7 @@ def fetched(archive: Path, url: str, algorithm: str, digest: str, otherwise: str
             try:
                 check_digest(archive, algorithm, digest)
             except UserError as error:
-                raise UserError(
-                    f"data_dir: {archive} is {error}. Download it again, or delete it and mupscale downloads it"
-                ) from error
+                raise UserError(f"data_dir: {archive} is {error}. Delete it, and mupscale downloads it") from error
             copy.symlink_to(archive.resolve())
         else:
             timeout = socket.getdefaulttimeout()
@@ -102,7 +100,7 @@ def fetched(archive: Path, url: str, algorithm: str, digest: str, otherwise: str
 
 
 def shared(key: Hashable, read: Callable[[], Any]) -> Any:
-    """What `read` returns, or returned for this key, of all that it depends on, while that is in use. Read only."""
+    """Returns what `read` makes, once for a key as long as anybody holds it; nobody may change it."""
     found = _held.get(key)
     if found is None:
         found = _held[key] = read()

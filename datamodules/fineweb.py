@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from mupscale.datamodules.files import once, shared
 from mupscale.datamodules.resident import SeededData, ranks
-from mupscale.datamodules.token_files import SPLITS, TokenFolder, Vocabulary
+from mupscale.datamodules.token_files import SPLITS, ModelVocabulary, TokenFolder
 from mupscale.datamodules.windows import MappedWindows, Order, ResidentWindows, WindowLoader
 from mupscale.errors import UserError, prefix_errors, refuse_unless_whole
 
@@ -69,10 +69,7 @@ class FineWeb(SeededData):
         for split in SPLITS:
             tokens = self._corpus.count(split)
             if not 0 < self.context < tokens:
-                raise UserError(
-                    f"data.context = {self.context}: {self._corpus.folder} has {tokens} tokens for {split}, "
-                    f"wanted 1 to {tokens - 1}"
-                )
+                raise UserError(f"data.context = {self.context}: wanted 1 to {tokens - 1}, {split} has {tokens} tokens")
         super().setup(stage)
 
     def load(self, device: torch.device) -> None:
@@ -126,8 +123,7 @@ class FineWeb(SeededData):
         own = [corpus.order(split) for split in SPLITS]
         if not strategy.reduce_boolean_decision(strategy.broadcast(own) == own, all=True):
             raise UserError(
-                f"data_dir: the processes find different token files in {corpus.folder}: "
-                "give each node the same files, under the same names"
+                f"data_dir: the processes find different token files in {corpus.folder}: give each the same"
             )
 
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
@@ -136,15 +132,13 @@ class FineWeb(SeededData):
             self._corpus.refuse_vocabulary(vocabulary)
         key, context = _size_in(arguments, "context", "max_position_embeddings", "n_positions")
         if context is not None and context < self.context:
-            raise UserError(
-                f"data.context = {self.context}: the model has {key} = {context} positions; make them agree"
-            )
+            raise UserError(f"data.context = {self.context}: the model has {key} = {context}; make them agree")
 
 
-def _vocabulary_in(arguments: Mapping[str, Any]) -> Vocabulary | None:
+def _vocabulary_in(arguments: Mapping[str, Any]) -> ModelVocabulary | None:
     """The vocabulary among a model's arguments, if it is there."""
     key, size = _size_in(arguments, "vocabulary", "vocab_size")
-    return None if size is None else Vocabulary(key, size)
+    return None if size is None else ModelVocabulary(key, size)
 
 
 def _size_in(arguments: Mapping[str, Any], own: str, *of_transformers: str) -> tuple[str, int | None]:

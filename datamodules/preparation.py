@@ -11,9 +11,10 @@ A prepared folder holds:
 
 import hashlib
 import json
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -27,7 +28,7 @@ from mupscale.data_files import interpreting, json_of, refuse_links
 from mupscale.datamodules.documents import Source, Unusable
 from mupscale.datamodules.token_files import PREPARED, PROGRESS, SPLITS
 from mupscale.datamodules.token_writer import LARGEST_VOCABULARY, TokenWriter
-from mupscale.errors import UserError, needs_extra, one_line
+from mupscale.errors import UserError, is_whole, needs_extra, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,6 +39,11 @@ BYTES = 256  # every text can be written with these alone
 GPT2 = "openai-community/gpt2"
 PIECE = 2**20
 """Characters encoded as one text, so that memory does not grow with the length of documents."""
+LONGEST_WORD = 256
+"""Characters. Training a vocabulary takes time in the square of the length of a word: minutes for one of a megabyte."""
+LONG_TEXT = 2**22
+"""Characters of such words that a vocabulary is trained on: each takes some three hundred bytes of memory."""
+LONG_WORDS = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
 FILE_TOKENS = 2**26
 TRAINING_BYTES = 2**26
 """How much text of the first training documents a vocabulary is trained on."""
@@ -73,16 +79,14 @@ class Progress:
                 rows = [(tokens, documents) for split in SPLITS for tokens, documents in progress.files[split]]
                 if not isinstance(progress.preparation, dict) or not isinstance(progress.trained_on, dict | None):
                     raise ValueError("its preparation or vocabulary is not that of a preparation")
-                is_count = all(type(count) is int and count >= 0 for row in rows for count in row)
+                is_count = all(is_whole(count, 0) for row in rows for count in row)
                 if not is_count or len(progress.files) != len(SPLITS):
                     raise ValueError("its files are not those of a preparation")
                 return progress
         own = (LOCK, partial(path).name)  # a process that ended before it wrote its first progress leaves them
         other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if other:
-            raise UserError(
-                f"--out {folder} has other files ({', '.join(other[:5])}): name a new folder, or an empty one"
-            )
+            raise UserError(f"--out {folder} has other files ({', '.join(other[:5])}): name a new or empty folder")
         return None
 
     def write(self, folder: Path) -> None:
@@ -109,8 +113,7 @@ def prepare(
     """
     if vocabulary is not None and not BYTES < vocabulary <= LARGEST_VOCABULARY:
         raise UserError(
-            f"--vocab {vocabulary}: wanted {BYTES + 1} (all bytes, and the end of text) to {LARGEST_VOCABULARY}, "
-            "which fit in 16 bits"
+            f"--vocab {vocabulary}: wanted {BYTES + 1}, all bytes and the end of text, to {LARGEST_VOCABULARY}"
         )
     if not 0 < val_fraction < 1:
         raise UserError(f"--val-fraction {val_fraction}: wanted a number between 0 and 1")
@@ -178,9 +181,7 @@ def make_tokenizer(source: Source, folder: Path, progress: Progress) -> "Tokeniz
             tokenizer = train_tokenizer(texts, size)
             found = tokenizer.get_vocab_size()
             if found < size:
-                raise Unusable(
-                    f"--vocab {size}: {source} gives no more than {found} different tokens; choose that, or less"
-                )
+                raise Unusable(f"--vocab {size}: {source} has but {found} different tokens; choose that, or less")
         write_durably(path, tokenizer.to_str().encode())
         progress.trained_on = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
         progress.write(folder)
@@ -196,7 +197,7 @@ def read_training_text(source: Source, val_fraction: float) -> list[str]:
             if is_held_out(document, val_fraction):
                 held_out += 1
                 continue
-            texts.append(document)
+            texts.append(document[:TRAINING_BYTES])
             size += len(document.encode())
             if size >= TRAINING_BYTES:
                 break
@@ -349,7 +350,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> "Tokenizer":
         special_tokens=[],
         show_progress=sys.stdout.isatty(),
     )
-    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.train_from_iterator(cut_long_words(documents), trainer)
     tokenizer.add_special_tokens([END_OF_TEXT])  # the last number, as in GPT-2
     return tokenizer
 
@@ -374,7 +375,7 @@ def encode(tokenizer: "Tokenizer", documents: Sequence[str]) -> tuple[np.ndarray
     """The tokens of the documents one after another, the end of text after each, and how many each document has."""
     parts = [cut_into_pieces(document) for document in documents]
     texts = [piece for pieces in parts for piece in pieces]
-    encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    encoded = encode_in_groups(tokenizer, texts)
     end = [tokenizer.token_to_id(END_OF_TEXT)]
     tokens: list[np.ndarray] = []
     lengths = np.zeros(len(documents), np.int64)
@@ -383,6 +384,33 @@ def encode(tokenizer: "Tokenizer", documents: Sequence[str]) -> tuple[np.ndarray
         lengths[number] = sum(map(len, found))
         tokens += found
     return np.concatenate(tokens), lengths
+
+
+def encode_in_groups(tokenizer: "Tokenizer", texts: Sequence[str]) -> Iterator[Any]:
+    """The encodings of texts, a few megabytes of text at a time: one takes many times the memory of its text."""
+    first = size = 0
+    for last, text in enumerate(texts, 1):
+        size += len(text)
+        if size >= 4 * PIECE or last == len(texts):
+            yield from tokenizer.encode_batch_fast(texts[first:last], add_special_tokens=False)
+            first, size = last, 0
+
+
+def cut_long_words(documents: Iterable[str]) -> Iterator[str]:
+    """The documents, cut so that no word is long; of long words LONG_TEXT characters in all, the rest is left out."""
+    room = LONG_TEXT
+    for document in documents:
+        start = 0
+        for word in LONG_WORDS.finditer(document):
+            end = min(word.end(), word.start() + room)
+            room -= end - word.start()
+            for cut in range(word.start() + LONGEST_WORD, end, LONGEST_WORD):
+                yield document[start:cut]
+                start = cut
+            if end < word.end():
+                yield document[start:end]
+                start = word.end()
+        yield document[start:]
 
 
 def cut_into_pieces(document: str) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 
+from mupscale.data_files import interpreting
 from mupscale.errors import UserError, refuse_unless_whole
 
 LONG = 10_000
@@ -29,8 +30,8 @@ class Entries(Protocol):
 Plan = tuple[Entries, ...]
 """The order of an epoch's rows, and the `_chances` of each place in it."""
 
-JointPlan = tuple[Callable[[int], Tensor], ...]
-"""Order and chances of several loaders: give the entries of their batches at a position, one after another."""
+JointPlan = tuple[Callable[[slice], Tensor], ...]
+"""Order and chances of several loaders: give their entries at some places, one loader after another."""
 
 
 class ResidentLoader:
@@ -81,7 +82,7 @@ class ResidentLoader:
             raise UserError(f"rank must lie in 0..{world_size - 1} for world_size={world_size}, got {rank}")
         if batch_size < 1 or batch_size % world_size:
             raise UserError(
-                f"batch_size={batch_size} is the global batch: it must be a positive multiple of the {world_size} ranks"
+                f"batch_size={batch_size}, the global batch, must be a positive multiple of the {world_size} ranks"
             )
         rows = sizes[0]
         ragged = 0 if drop_last else rows % batch_size
@@ -104,7 +105,9 @@ class ResidentLoader:
         self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
         self.epoch = self.position = 0  # how many batches of the epoch were drawn
         self._drawn_from = False
-        self._plans = Plans()
+        self._last: tuple[int, Plan] | None = None
+        """The plan that was used last, with its epoch."""
+        self._ahead: PlanDrawing | None = None
         self._joint: tuple[Any, JointPlan] | None = None
         """The last plan of several loaders that was used, with its epoch and their `order`s."""
 
@@ -141,16 +144,9 @@ class ResidentLoader:
         share = self._share_of(position)
         return _unpacked(self._batch(*(entries[share] for entries in self._plan_of(epoch))))
 
-    def share_plans(self, plans: "dict[Any, Plans]") -> None:
-        """Draws no plan that another loader of the same order has drawn, if that one was called with these `plans` too.
-
-        All of them are used by one thread, at one epoch.
-        """
-        self._plans = plans.setdefault(self.order, self._plans)
-
     def __getstate__(self) -> dict[str, Any]:
         """A copy has other tensors, and draws its plans itself."""
-        own = {"_plans": Plans(), "_joint": None}
+        own = {"_last": None, "_ahead": None, "_joint": None}
         return {name: value for name, value in (vars(self) | own).items() if name != "order"}
 
     @cached_property
@@ -165,13 +161,15 @@ class ResidentLoader:
         return {**self._order_depends_on, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, int | bool | str]) -> None:
-        for name, ours in self._order_depends_on.items():
-            if state_dict.get(name) != ours:
-                raise UserError(
-                    f"the checkpoint's data order has {name}={state_dict.get(name)}, this run's loader {name}={ours}: "
-                    f"resume with the {name} of the interrupted run"
-                )
-        self.epoch, self.position, self._drawn_from = int(state_dict["epoch"]), int(state_dict["position"]), False
+        with interpreting("the data order in the checkpoint"):
+            for name, ours in self._order_depends_on.items():
+                if state_dict.get(name) != ours:
+                    raise UserError(
+                        f"the checkpoint's data order has {name}={state_dict.get(name)}, this run's loader {name}="
+                        f"{ours}: resume with the {name} of the interrupted run"
+                    )
+            self.go_to(int(state_dict["epoch"]), int(state_dict["position"]))
+        self._drawn_from = False
 
     def _draw(self) -> Iterator[Any]:
         # the state is read at every step, not kept in this frame: Lightning sets the epoch after it has called iter
@@ -210,15 +208,14 @@ class ResidentLoader:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def _plan_of(self, epoch: int) -> Plan:
-        last = self._plans.last
-        if last is None or last[0] != epoch:
+        if self._last is None or self._last[0] != epoch:
             with torch.inference_mode(False):  # a validation may be the first to ask
-                self._plans.last = last = epoch, self._new_plan(epoch)
-        return last[1]
+                self._last = epoch, self._new_plan(epoch)
+        return self._last[1]
 
     def _new_plan(self, epoch: int) -> Plan:
         """The plan of an epoch on the device of the data. That of the next epoch is drawn meanwhile."""
-        plan, ahead = None, self._plans.ahead
+        plan, ahead = None, self._ahead
         if ahead is not None and ahead.epoch == epoch:
             ahead.join()
             plan = ahead.plan
@@ -226,7 +223,7 @@ class ResidentLoader:
             plan = self._draw_plan(epoch)
         if self._rows >= LONG and (self._shuffle or len(plan) > 1):
             with suppress(RuntimeError):  # where no thread can be started, it is drawn when it is needed
-                self._plans.ahead = PlanDrawing(self, epoch + 1)
+                self._ahead = PlanDrawing(self, epoch + 1)
         # from pinned memory, the host does not wait for the steps under way
         return tuple(entries.to(self.tensors[0].device, non_blocking=entries.is_pinned()) for entries in plan)
 
@@ -246,33 +243,9 @@ class ResidentLoader:
             return None
         distinct = {loader.order: loader for loader in loaders}
         plans = {order: loader._plan_of(epoch) for order, loader in distinct.items()}
-        plan = tuple(map(self._by_position, zip(*(plans[order] for order in key[1]), strict=True)))
+        plan = tuple(map(join_entries, zip(*(plans[order] for order in key[1]), strict=True)))
         self._joint = key, plan
         return plan
-
-    def _by_position(self, parts: tuple[Entries, ...]) -> Callable[[int], Tensor]:
-        """Gives, for a position, this rank's shares of the entries of several loaders, one loader after another."""
-        if not all(isinstance(part, Tensor) for part in parts):
-            return lambda position: torch.cat([part[self._share_of(position)] for part in parts])
-        entries = torch.stack(parts)  # type: ignore[arg-type]
-        size = self._batch_size
-        whole = self._rows // size
-        share = self._share_of(0) if whole else slice(0, 0)
-        batches = entries[:, : whole * size].unflatten(1, (whole, size))[:, :, share]
-        # in this layout a position's entries are contiguous
-        shares = batches.transpose(0, 1).flatten(1).unbind()
-        if len(self) > whole:
-            shares = *shares, entries[:, self._share_of(whole)].flatten()
-        return shares.__getitem__
-
-
-class Plans:
-    """Those of a loader, or of several that have the same order."""
-
-    def __init__(self) -> None:
-        self.last: tuple[int, Plan] | None = None
-        """The one that was used last, with its epoch."""
-        self.ahead: PlanDrawing | None = None
 
 
 class PlanDrawing(Thread):
@@ -293,6 +266,14 @@ class PlanDrawing(Thread):
         del self._loader  # or each would hold the other
 
 
+def join_entries(parts: tuple[Entries, ...]) -> Callable[[slice], Tensor]:
+    """Gives the entries of several loaders at some places, one loader after another."""
+    if not all(isinstance(part, Tensor) for part in parts):
+        return lambda places: torch.cat([part[places] for part in parts])
+    together = torch.stack(parts)  # type: ignore[arg-type]
+    return lambda places: together[:, places].flatten()
+
+
 def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) -> Any:
     """The batches of several loaders at one position of one epoch, with a leading axis: [loaders, rows, ...].
 
@@ -306,7 +287,8 @@ def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) ->
         if isinstance(batches[0], Tensor):
             return torch.stack(batches)
         return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
-    parts = first._batch(*(entries_at(position) for entries_at in plan))
+    share = first._share_of(position)
+    parts = first._batch(*(entries_at(share) for entries_at in plan))
     return _unpacked(tuple(part.unflatten(0, (len(loaders), -1)) for part in parts))
 
 
@@ -345,7 +327,7 @@ class SeededData(LightningDataModule):
 
     @property
     def model_arguments(self) -> Mapping[str, Any]:
-        """Those of the model that the trainer trains; none without a trainer."""
+        """The arguments of the model that the trainer trains; none without a trainer."""
         return getattr(getattr(self.trainer, "lightning_module", None), "hparams", {})
 
     @property
@@ -383,13 +365,9 @@ class TensorData(SeededData):
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
         name, inputs, outputs = type(self).__name__, self.inputs, arguments.get("outputs", self.classes)
         if inputs is not None and arguments.get("inputs", inputs) != inputs:
-            raise UserError(
-                f"model.inputs = {arguments['inputs']}: {name} has {inputs} features; set model.inputs: {inputs}"
-            )
+            raise UserError(f"model.inputs = {arguments['inputs']}: for {name} set model.inputs: {inputs}")
         if outputs < self.classes:
-            raise UserError(
-                f"model.outputs = {outputs}: {name} has {self.classes} classes; set model.outputs: {self.classes}"
-            )
+            raise UserError(f"model.outputs = {outputs}: for {name} set model.outputs: {self.classes}")
 
     def train_dataloader(self) -> ResidentLoader:
         return self._loader(self._data.train, training=True)

@@ -57,7 +57,7 @@ STAGE = re.compile(r"(?P<task>.*\d{5})(?:_(?P<stage>unshuffled)|_\d{5}_(?P<shuff
 """What the tokenizer calls the file of a task before it shuffles the documents, after that, and after the chunks."""
 
 
-class Vocabulary(NamedTuple):
+class ModelVocabulary(NamedTuple):
     """The vocabulary size of a model, and the key of the configuration that sets it."""
 
     key: str
@@ -97,7 +97,7 @@ class MappedTokens:
             out[filled : filled + len(part)] = part
             filled, number, offset = filled + len(part), number + 1, 0
 
-    def refuse_beyond(self, vocabulary: Vocabulary, start: int, found: np.ndarray) -> None:
+    def refuse_beyond(self, vocabulary: ModelVocabulary, start: int, found: np.ndarray) -> None:
         """Raises a UserError for the first of the tokens `found`, read from `start` on, beyond the vocabulary."""
         if found.max(initial=0) < vocabulary.size:
             return
@@ -155,9 +155,7 @@ class TokenFolder:
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(f"{name}/")
                     elif entry.is_symlink() and (is_ours or entry.is_dir()):
-                        raise UserError(
-                            f"{entry.path} is a link: copy the files into the folder, or use hard links (`cp -al`)"
-                        )
+                        raise UserError(f"{entry.path} is a link: copy the files into the folder, or use hard links")
                     elif is_ours and not entry.is_file():
                         raise UserError(f"{entry.path} is not a file")
                     elif is_ours:
@@ -171,14 +169,9 @@ class TokenFolder:
     def files(self) -> list[TokenFile]:
         """The token files by the order of their paths; raises a UserError for one that does not fit the others."""
         if (self.folder / PROGRESS).exists() and not (self.folder / PREPARED).exists():
-            raise UserError(
-                f"{self.folder} is not finished: run the same `python -m mupscale prepare` command again to continue"
-            )
+            raise UserError(f"{self.folder} is not finished: run the same prepare command again")
         if not self.sizes:
-            raise UserError(
-                f"{self.folder} has no token files: write them by `python -m mupscale prepare`, or name a folder with "
-                ".ds files of datatrove"
-            )
+            raise UserError(f"{self.folder} has no token files: write them by prepare, or name a folder with .ds files")
         _refuse_other_kinds(self)
         names = sorted(name for name in self.sizes if name.endswith(TOKENS))
         with ThreadPoolExecutor(READERS) as pool:
@@ -229,15 +222,12 @@ class TokenFolder:
             ends = np.fromfile(path, END)
             descents = np.flatnonzero(ends[1:] < ends[:-1])
             if len(descents):
-                raise UserError(
-                    f"{path} is damaged: document {descents[0] + 1} ends before it begins. "
-                    "Tokenise the file again, or copy the index again"
-                )
+                raise UserError(f"{path} is damaged: document {descents[0] + 1} ends before it begins. Copy it again")
 
         with ThreadPoolExecutor(READERS) as pool:
             list(pool.map(check, self.files))
 
-    def refuse_vocabulary(self, vocabulary: Vocabulary) -> None:
+    def refuse_vocabulary(self, vocabulary: ModelVocabulary) -> None:
         for split, (place, largest) in self._largest_sampled.items():
             self.tokens(split).refuse_beyond(vocabulary, place, np.array([largest]))
 
@@ -291,13 +281,12 @@ def _refuse_other_kinds(folder: TokenFolder) -> None:
 
 
 def _checked(folder: TokenFolder, name: str) -> TokenFile:
-    """What is known of a file; raises a UserError if its length does not fit its index and its metadata."""
+    """Describes a file; raises a UserError if its length does not fit its index and its metadata."""
     path, size = folder.folder / name, folder.sizes[name]
     index_size = folder.sizes.get(f"{name}.index")
     if index_size is None:
         raise UserError(
-            f"there is no {path}.index, which datatrove writes after the tokens: copy it, or run the pipeline again "
-            "(with save_index=True)"
+            f"there is no {path}.index, which datatrove writes after the tokens: copy it, or tokenise again"
         )
     if index_size % END.itemsize:
         raise UserError(f"{path}.index has {index_size} bytes, not a multiple of {END.itemsize}: it is cut short")

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from mupscale.atomic import write_durably
+from mupscale.atomic import append_to, truncate, write_durably
 from mupscale.datamodules.token_files import END, ENDS, METADATA, TOKEN_TYPES, TOKENS
 from mupscale.errors import UserError
 
@@ -35,10 +35,8 @@ class TokenWriter:
             for path, size in zip(self._paths(number), sizes, strict=True):
                 found = path.stat().st_size if path.is_file() else 0
                 if found < size:
-                    raise UserError(
-                        f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it again"
-                    )
-                os.truncate(path, size)
+                    raise UserError(f"{path} has {found} bytes of {size}: delete the folder and prepare it again")
+                truncate(path, size)
                 kept.append(path)
         for path in {*folder.glob("*.ds*")}.difference(kept):
             path.unlink()
@@ -67,7 +65,7 @@ class TokenWriter:
             end = int(ends[last - 1])
             if self._open is None:
                 token_path, end_path = self._paths(len(self.counts) - 1)
-                self._open = token_path.open("ab"), end_path.open("ab")
+                self._open = append_to(token_path), append_to(end_path)
             self._open[0].write(tokens[begin:end].astype(TOKEN, copy=False).tobytes())
             self._open[1].write((ends[first:last] - begin + held).astype(END).tobytes())
             self.counts[-1] = held + end - begin, documents + last - first

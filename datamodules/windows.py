@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mupscale.datamodules.resident import Plan, ResidentLoader
-from mupscale.datamodules.token_files import MappedTokens, Vocabulary
+from mupscale.datamodules.token_files import MappedTokens, ModelVocabulary
 
 COPIED_AT_ONCE = 2**24
 """Tokens that are in memory while all are copied to the training device."""
@@ -27,7 +27,7 @@ class ResidentWindows:
     """
 
     def __init__(
-        self, tokens: MappedTokens, size: int, device: torch.device, vocabulary: Vocabulary | None = None
+        self, tokens: MappedTokens, size: int, device: torch.device, vocabulary: ModelVocabulary | None = None
     ) -> None:
         self.tokens, self.size, self.device = len(tokens), size, device
         self.starts_device = device
@@ -55,7 +55,7 @@ class MappedWindows:
     starts_device = torch.device("cpu")
 
     def __init__(
-        self, tokens: MappedTokens, size: int, device: torch.device, vocabulary: Vocabulary | None = None
+        self, tokens: MappedTokens, size: int, device: torch.device, vocabulary: ModelVocabulary | None = None
     ) -> None:
         self.tokens, self.size, self.device = len(tokens), size, device
         self._mapped, self._vocabulary = tokens, vocabulary

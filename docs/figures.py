@@ -1,7 +1,7 @@
 """Draws the figures of these pages, all but that of the theory.
 
 python docs/figures.py concepts     # widening.svg and equivalence.svg of concepts.md, in half a minute on one CPU core
-python docs/figures.py module       # module.svg of grow_your_module.md: examples/lightning_module.py, with growth
+python docs/figures.py results      # results.svg of the README, from docs/results/ladder/runs.csv
 python docs/figures.py noise OUT    # noise.png of growing.md, from the folder of this sweep:
 
 python -m mupscale sweep --config configs/quickstart.yaml --trainer.max_steps 1500 --seeds 0,1,2,3,4 --metric last_2% \
@@ -10,27 +10,18 @@ python -m mupscale sweep --config configs/quickstart.yaml --trainer.max_steps 15
 
 import csv
 import json
-import runpy
 import sys
-import tempfile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import mupscale
-
-# isort: split
 import matplotlib
 
 matplotlib.use("Agg")
-from lightning.pytorch import Trainer, seed_everything
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from mupscale.callbacks.plain import run_settings
-from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.event_files import read_log
-from mupscale.datamodules.fineweb import FineWeb
 
 matplotlib.rcParams["svg.hashsalt"] = "concepts"  # the same file every time
 DOCS = Path(__file__).parent
@@ -83,39 +74,31 @@ def network(ax: Axes, copies: int, title: str) -> None:
     ax.axis("off")
 
 
-# --- training losses
+# --- results
 
 
-def training_losses(axes: Axes, grows_at: int, path: Path, **options: Any) -> None:
-    """The finished figure of curves that were drawn."""
-    axes.axvline(grows_at, color="0.6", linewidth=0.8, linestyle=":")
+def finish(axes: Axes, path: Path, **options: Any) -> None:
+    """Saves the figure of curves that were drawn."""
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.get_figure().savefig(path, **options)
 
 
-def module() -> None:
-    """The curves of grow_your_module.md."""
-    steps, grows_at, wide = 600, 300, {"width": 64, "heads": 8}
-    noise = mupscale.AdditiveNoise(0.3, centred=True)
-    arms = {
-        "stays at width 32": [],
-        "grows to 64, without noise": [UpscaleCallback(grows_at, hparams=wide)],
-        "grows to 64, with centred noise": [UpscaleCallback(grows_at, hparams=wide, noise=noise)],
-    }
-    writer = runpy.run_path(str(EXAMPLES / "lightning_module.py"))["Writer"]
-    _, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    for index, (name, growth) in enumerate(arms.items()):
-        with tempfile.TemporaryDirectory() as folder:
-            seed_everything(0, verbose=False)
-            settings = run_settings(folder, *growth, progress_bar=False)
-            trainer = Trainer(accelerator="cpu", max_steps=steps, limit_val_batches=0, **settings)
-            trainer.fit(writer(), FineWeb(batch_size=8, context=32))
-            losses = read_log(Path(folder)).loss
-        style: dict[str, Any] = {"linestyle": (0, (2, 2)), "linewidth": 2.5} if index == 1 else {}
-        axes.plot(list(losses), list(losses.values()), color=f"C{index}", label=name, **style)
-    axes.set(xlabel="step", ylabel="training loss, mean of 10 steps", ylim=(5.4, 7.6))
-    training_losses(axes, grows_at, DOCS / "module.svg", metadata={"Date": None})
+def results() -> None:
+    """GPT-2 of width 256 and 8 layers, from scratch and grown after a quarter of the compute."""
+    _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    for name, layers in (("from scratch", ""), ("grown from 2 layers", "2")):
+        ends: dict[float, list[float]] = {}
+        for row in csv.DictReader((DOCS / "results/ladder/runs.csv").open()):
+            size = row["width"], row["layers"], row["lr"], row["base_layers"], row["from_width"], row["from_layers"]
+            is_shown = float(row["budget"]) > -2 and row["grown_at"] in ("", f"{float(row['budget']) - 2:g}")
+            if size == ("256", "8", "0.0078", "", "256" if layers else "", layers) and is_shown:
+                ends.setdefault(round(float(row["flops"]) / 1e15, 1), []).append(float(row["loss"]))
+        axes.plot(sorted(ends), [fmean(ends[compute]) for compute in sorted(ends)], label=name)
+        for compute, losses in ends.items():
+            axes.plot([compute] * len(losses), losses, "k.", markersize=4)
+    axes.set(xlabel="training compute, PFLOP", ylabel="validation loss at the end")
+    finish(axes, DOCS / "results.svg", metadata={"Date": None})
 
 
 def noise(folder: Path) -> None:
@@ -135,8 +118,9 @@ def noise(folder: Path) -> None:
     axes.set(xlabel="step", ylabel="training loss, mean of 5 seeds", yscale="log")
     axes.set_yticks([0.2, 0.4, 0.6, 1, 2, 6], labels=["0.2", "0.4", "0.6", "1", "2", "6"])
     axes.minorticks_off()
-    training_losses(axes, 300, DOCS / "noise.png", dpi=130)
+    axes.axvline(300, color="0.6", linewidth=0.8, linestyle=":")
+    finish(axes, DOCS / "noise.png", dpi=130)
 
 
 if __name__ == "__main__":
-    {"concepts": concepts, "module": module, "noise": noise}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    {"concepts": concepts, "results": results, "noise": noise}[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -91,7 +91,7 @@ def measure(kind: str, images: Path | None) -> None:
     wide, found = mupscale.hf.upscale(narrow, 2)
     for name, noise in NOISES.items():
         wide = family.from_config(wide.config)
-        report = mupscale.upscale(narrow, wide, hints=found.plan, noise=noise, call=lambda model: model(probe))
+        report = mupscale.upscale(narrow, wide, plan=found.plan, noise=noise, call=lambda model: model(probe))
         with torch.no_grad():
             change = difference(narrow(probe), wide(probe))
         at_once = held_out_loss(wide, held_out)

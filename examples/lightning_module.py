@@ -15,8 +15,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 
-from mupscale.callbacks.plain import run_settings
-from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.fineweb import FineWeb
 
 
@@ -43,9 +41,8 @@ class Writer(LightningModule):
 
 def main() -> None:
     seed_everything(0, verbose=False)
-    noise = mupscale.AdditiveNoise(0.1, centred=True)  # makes the copies differ; without it nothing changes
-    growth = UpscaleCallback(at_step=100, hparams={"width": 64, "heads": 8}, noise=noise)
-    settings = run_settings("runs/lightning_module", growth, save_every=50, progress_bar=False)
+    growth = mupscale.UpscaleCallback(at_step=100, hparams={"width": 64, "heads": 8})
+    settings = mupscale.run_settings("runs/lightning_module", growth, save_every=50, progress_bar=False)
     trainer = Trainer(accelerator="cpu", max_steps=200, limit_val_batches=0, **settings)
     trainer.fit(Writer(), FineWeb(batch_size=8, context=32), ckpt_path="last")
     print(f"loss of one batch {growth.summary['loss_before']:.4f} before, {growth.summary['loss_after']:.4f} after")

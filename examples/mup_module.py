@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 
-from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.covertype import Covertype
 
 
@@ -44,7 +43,7 @@ def rates(module: Classifier, optimizer: torch.optim.Optimizer) -> dict[str, flo
 
 def main() -> None:
     seed_everything(0, verbose=False)
-    module, growth = Classifier(width=32), UpscaleCallback(at_step=30, hparams={"width": 128})
+    module, growth = Classifier(width=32), mupscale.UpscaleCallback(at_step=30, hparams={"width": 128})
     trainer = Trainer(
         accelerator="cpu", max_steps=60, callbacks=[growth], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,

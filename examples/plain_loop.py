@@ -1,4 +1,4 @@
-"""A plain torch loop: train a small Llama of transformers, widen it, and continue with the widened optimizer.
+"""A plain torch loop: train a small Llama of transformers, grow it, and continue with its optimizer.
 
     python examples/plain_loop.py
 
@@ -48,11 +48,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(narrow.parameters(), lr=3e-3)
     train(narrow, optimizer, generator)
     wide, probe = AutoModelForCausalLM.from_config(wide_config(CONFIG, 2)), batch(generator)
-    noise = mupscale.AdditiveNoise(0.01)
-    report = mupscale.upscale(narrow, wide, optimizer, call=lambda model: loss_of(model, probe), noise=noise)
+    report = mupscale.upscale(narrow, wide, optimizer, call=lambda model: loss_of(model, probe), noise="auto")
     print(report)  # outputs and gradients of both models were compared before anything was written
     before, after = (loss_of(model, probe).item() for model in (narrow, wide))
-    print(f"the same batch: loss {before:.4f} before, {after:.4f} after, which is the noise")
+    print(f"the same batch: loss {before:.4f} before, {after:.4f} after")
     train(wide, report.optimizer, generator)
 
 

@@ -1,4 +1,4 @@
-"""transformers.Trainer: train a small GPT-2, widen it, and continue in a second Trainer with the widened optimizer.
+"""transformers.Trainer: train a small GPT-2, grow it, and continue in a second Trainer with its optimizer.
 
     pip install accelerate                       # transformers.Trainer needs it
     python examples/transformers_trainer.py
@@ -50,9 +50,9 @@ def main() -> None:
     train(narrow, optimizer)
     batch = torch.stack([Counting()[index]["input_ids"] for index in range(16)])
     loss_of = lambda model: model(input_ids=batch, labels=batch, use_cache=False).loss  # noqa: E731
-    report = mupscale.upscale(narrow, wide, optimizer, call=loss_of, noise=mupscale.AdditiveNoise(0.01))
+    report = mupscale.upscale(narrow, wide, optimizer, call=loss_of, noise="auto")
     before, after = (loss_of(model).item() for model in (narrow, wide))
-    print(report, f"the same batch: loss {before:.4f} before, {after:.4f} after, which is the noise", sep="\n")
+    print(report, f"the same batch: loss {before:.4f} before, {after:.4f} after", sep="\n")
     train(wide, report.optimizer)
 
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from mupscale.base_shapes import apply_mup as apply_mup
     from mupscale.base_shapes import clip_grad_norm_ as clip_grad_norm_
     from mupscale.base_shapes import set_base_shapes as set_base_shapes
+    from mupscale.callbacks.plain import run_settings as run_settings
+    from mupscale.callbacks.upscale import UpscaleCallback as UpscaleCallback
     from mupscale.checks.verify import Verdict as Verdict
     from mupscale.checks.verify import check_claim as check_claim
     from mupscale.checks.verify import verify as verify
@@ -52,6 +54,9 @@ _HOME = {
     "verify": "checks.verify",
 }
 
+_IN_LIGHTNING = {"UpscaleCallback": "callbacks.upscale", "run_settings": "callbacks.plain"}
+"""Names that load Lightning too."""
+
 _ROOMS = ("methods", "schedules")
 """Modules with names of their own, loaded when they are used."""
 
@@ -64,10 +69,11 @@ def __getattr__(name: str) -> Any:
         return import_module("importlib.metadata").version("mupscale")
     if name in _ROOMS:
         return import_module(f"mupscale.{name}")
-    if name not in _HOME:
+    home = _HOME.get(name) or _IN_LIGHTNING.get(name)
+    if home is None:
         raise AttributeError(f"module 'mupscale' has no attribute {name!r}")
-    return globals().setdefault(name, getattr(import_module(f"mupscale.{_HOME[name]}"), name))
+    return globals().setdefault(name, getattr(import_module(f"mupscale.{home}"), name))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_IN_LIGHTNING, *_ROOMS})

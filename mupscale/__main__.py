@@ -14,10 +14,10 @@ COMMANDS = {
     "validate": ("cli", "evaluate a checkpoint on the validation set"),
     "test": ("cli", "evaluate a checkpoint on the test set"),
     "predict": ("cli", "predict with a checkpoint"),
-    "plan": ("plan", "show how a configured model would be widened, parameter by parameter"),
-    "verify": ("verify", "check whether a configured model can be widened exactly, and name the layer that cannot"),
+    "plan": ("plan", "show how a configured model would grow, parameter by parameter"),
+    "verify": ("verify", "check whether a configured model grows exactly, and name the layer that does not"),
     "coord-check": ("coord_check", "check whether activations and updates keep their scale as the width grows"),
-    "upscale": ("upscale", "widen a saved checkpoint"),
+    "upscale": ("upscale", "grow a saved checkpoint"),
     "export": ("export", "convert a checkpoint to a folder for transformers' from_pretrained"),
     "sweep": ("sweep", "tune hyperparameters: train with many values of configuration keys, and find the best"),
     "experiment": (
@@ -30,7 +30,7 @@ COMMANDS = {
 
 USAGE = """usage: python -m mupscale COMMAND [options]
 
-Grow neural networks: widen a trained model so that it computes and trains
+Grow neural networks: make a trained model larger, so that it computes and trains
 exactly as before, then let it use its new width.
 
 commands:

@@ -2,7 +2,7 @@
 
 import copy
 import copyreg
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,20 @@ def parts_of(module: nn.Module) -> Parts:
     return {kind: dict(vars(module)[f"_{kind}"]) for kind in ("parameters", "buffers", "modules")}
 
 
+def apply_to_values_(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replaces the values of all tensors of a module, but for those on the meta device, which have none."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else function(tensor))
+
+
+def allocate_parameters_(module: nn.Module, device: torch.device) -> None:
+    """Gives parameters on the meta device memory; buffers stay as they are."""
+    for part in module.modules():
+        if any(parameter.is_meta for parameter in part.parameters(recurse=False)):
+            buffers = dict(part._buffers)
+            part.to_empty(device=device, recurse=False)
+            part._buffers.update(buffers)
+
+
 def with_parts(module: nn.Module, parts: Parts) -> nn.Module:
     """A module with the attributes of another, and other parts."""
     twin: nn.Module = object.__new__(type(module))  # that of FSDP2 would make a plain module
@@ -63,12 +77,6 @@ def with_parts(module: nn.Module, parts: Parts) -> nn.Module:
 def use_count(tensor: Tensor) -> int:
     """How many places in C++ hold the tensor, an autograd graph among them."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
-    return count
-
-
-def updates_of(tensor: Tensor) -> int:
-    """How often the values of a tensor have been changed in place."""
-    count: int = tensor._version
     return count
 
 
@@ -93,6 +101,12 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 def forward_pre_hooks(module: nn.Module) -> Iterable[Any]:
     return module._forward_pre_hooks.values()
+
+
+def gradient_hooks(parameter: Tensor) -> int:
+    """The number of functions that are called with the gradient of a parameter, or after it."""
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return sum(len(each) for each in hooks if each)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -150,6 +164,16 @@ def inner_schedulers(scheduler: Any) -> Sequence[Any]:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether a function of the user's changes or reads the gradient of a tensor."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def own_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """The functions that are called before, and after, each step of this optimizer."""
+    return list(optimizer._optimizer_step_pre_hooks.values()), list(optimizer._optimizer_step_post_hooks.values())
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> int:

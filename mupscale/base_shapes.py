@@ -207,7 +207,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: Optimizer | No
 
     In the norm, each gradient is multiplied by what `table.clip` says for the width of its parameter, so that
     duplication does not change it; at the base width it is the usual norm. The widths come from
-    `set_base_shapes`, or from the upscale that made the model; without either, this is
+    `set_base_shapes`, or from the growth that made the model; without either, this is
     `torch.nn.utils.clip_grad_norm_`. The call does not synchronise with the device. `max_norm` must be finite and at
     least 0. With `optimizer`, only its parameters count and are clipped: a GAN has two optimizers.
 

@@ -1,6 +1,7 @@
 """Reads YAML, JSON and torch files as plain data; refuses what is nested too deep, expands without bounds, or runs."""
 
 import json
+import os
 import re
 import zipfile
 from collections.abc import Iterator
@@ -73,7 +74,14 @@ def yaml_of(text: str, loader_class: Any = LOADER) -> Any:
 def read_yaml(path: Path, loader_class: Any = LOADER) -> Any:
     """The content of a YAML file. Raises a UserError if it cannot be read."""
     with prefix_errors(f"{path} is not YAML that can be read", OSError, ValueError, yaml.YAMLError):
-        return yaml_of(path.read_text(), loader_class)
+        return yaml_of(read_text(path), loader_class)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises a UserError for a pipe or a device, whose end may never come."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file")
+    return path.read_text("utf-8")
 
 
 @contextmanager
@@ -106,11 +114,25 @@ def inside(folder: Path, name: Any) -> Path:
     return path
 
 
+def refuse_odd_name(path: Path) -> None:
+    """Raises a UserError if the name of a path cannot be written as text."""
+    try:
+        str(path.resolve()).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{str(path)!a} is not a name in UTF-8; rename it") from error
+
+
 def refuse_links(folder: Path, *names: str) -> None:
     """Raises a UserError if one of the files to write is a link: the command would write outside the folder."""
     for name in names:
         if (folder / name).is_symlink():
             raise UserError(f"{folder / name} is a link; delete it, or name another folder")
+
+
+def refuse_linked_folders(folder: Path) -> None:
+    """Raises a UserError if a folder in this one is a link: what is written to it, or deleted in it, lies outside."""
+    for place, folders, _ in os.walk(folder):
+        refuse_links(Path(place), *folders)
 
 
 def refuse_endless(text: str) -> None:

@@ -19,7 +19,7 @@ def free_bytes(device: torch.device) -> int:
         return min(free + held, share - allocated)
     table = Path("/proc/meminfo")
     free = physical_memory() // 2
-    for line in table.read_text().splitlines() if table.is_file() else ():
+    for line in table.read_text("utf-8").splitlines() if table.is_file() else ():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             free = int(value.split()[0]) * 1024
@@ -39,7 +39,7 @@ def free_in_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/pr
         "": ("memory.max", "memory.current", "inactive_file"),
         "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     }
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
+    for line in groups.read_text("utf-8").splitlines() if groups.is_file() else ():
         _, kind, path = line.split(":", 2)
         if kind not in names:
             continue
@@ -48,8 +48,8 @@ def free_in_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/pr
         for folder in (inner, *inner.parents):  # a group has no more than those that it is in
             place = root / kind / folder
             with suppress(OSError, ValueError):  # "max" is no limit
-                most, now = (int((place / name).read_text()) for name in (limit, used))
-                statistics = dict(row.split() for row in (place / "memory.stat").read_text().splitlines())
+                most, now = (int((place / name).read_text("utf-8")) for name in (limit, used))
+                statistics = dict(row.split() for row in (place / "memory.stat").read_text("utf-8").splitlines())
                 yield most - now + int(statistics[cached])
 
 

@@ -22,7 +22,7 @@ class UserError(ValueError):
         ...     mupscale.plan(wide, narrow)
         ... except mupscale.UserError as error:
         ...     print(error)
-        axis 0 of 'weight' (8, 8) → (4, 4): it is narrower in the wide model (4 < 8); swap the models?
+        axis 0 of 'weight' (8, 8) → (4, 4): it is narrower in the wide model (4 < 8). Give the smaller model first
     """
 
 
@@ -77,11 +77,28 @@ def pip_requirement(extra: str, package: Path = Path(__file__).parent) -> str:
     return f"-e '{root}[{extra}]'" if (root / "pyproject.toml").is_file() else f"'mupscale[{extra}]'"
 
 
+MOST = 2**53
+"""The largest number that counts something: steps, tokens, bytes. Larger ones are not exact as floats."""
+
+
 def refuse_unless_whole(name: str, value: Any, least: int | None = 1) -> None:
-    """Raises a UserError if a value is not a whole number, of at least `least` unless that is None."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and int(value) < least):
+    """Raises a UserError if a value is not a whole number, from `least` to MOST unless `least` is None."""
+    if not is_whole(value, least):
         at_least = "" if least is None else f" of at least {least}"
-        raise UserError(f"{name} must be a whole number{at_least}, got {shown(value)}")
+        too_large = isinstance(value, Integral) and int(value) > MOST
+        raise UserError(
+            f"{name} must be a whole number{f' of at most {MOST}' if too_large else at_least}, got {shown(value)}"
+        )
+
+
+def is_whole(value: Any, least: int | None = 1) -> bool:
+    """Whether a value, of a file perhaps, is a whole number, from `least` to MOST unless `least` is None.
+
+    >>> is_whole(3), is_whole(True), is_whole(2**70), is_whole("3")
+    (True, False, False, False)
+    """
+    is_number = isinstance(value, Integral) and not isinstance(value, bool)
+    return is_number and (least is None or least <= int(value) <= MOST)
 
 
 def refuse_unless_level(name: str, value: Any) -> None:

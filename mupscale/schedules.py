@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mupscale._torch import inner_schedulers
 from mupscale.errors import UserError, refuse_unless_whole
-from mupscale.widening.optimizers import Group
-from mupscale.widening.state import Source
+from mupscale.widening.optimizers import groups_by_id
+from mupscale.widening.state import StateSource
 
 
 class WarmupStableDecay(LRScheduler):
@@ -115,64 +115,91 @@ def refuse_bad_schedule(warmup: Any, steps: Any) -> None:
             raise UserError(f"a warm-up of {warmup} steps is as long as the run, which has {steps}")
 
 
-RATES = ("min_lrs", "max_lrs")
-"""What schedulers keep for each group beside the base rates, in the same unit."""
+RATES = ("base_lrs", "_last_lr", "min_lrs", "max_lrs")
+"""The rates that schedulers keep for each group."""
 
-MOMENTUMS = ("base_momentums", "max_momentums")
-"""What they keep for each group of the momentum."""
+OTHERS = ("lr_lambdas", "base_momentums", "max_momentums")
+"""What else they keep for each group."""
 
 LEAST_RATE = "eta_min"
-"""A rate that some schedulers keep for all groups."""
+"""A rate that some schedulers keep for all groups; after a growth, perhaps a list with one for each."""
 
 
-def continue_schedule(old: Any, new: Any, sources: Sequence[Source] | None = None, *, restart: bool = False) -> None:
-    """Moves `new` to the position of `old`, or restarts it; with the sources of groups, absolute rates continue too."""
-    state = old.state_dict()
-    if restart:
-        started = new.state_dict()
-        _take_absolute(started, state)
-        state = started
-    rescale_schedule_state(state, new.optimizer.param_groups, sources)
-    new.load_state_dict(state)
+def restart_schedule_(scheduler: Any, fresh: Any) -> None:
+    """Begins a schedule anew, from the present base rates of its groups; `fresh` is one that has not begun."""
+    new_groups = groups_by_id(fresh.optimizer)
+    for group in scheduler.optimizer.param_groups:
+        new = new_groups.get(id(group["params"][0]), {})
+        if new.get("initial_lr") and "initial_lr" in group:
+            group["lr"] = group["initial_lr"] * (new["lr"] / new["initial_lr"])
+        # a schedule of the momentum restarts with that of the rate
+        for key in ("momentum", "betas") if "max_momentum" in group else ():
+            if key in group and key in new:
+                group[key] = copy.copy(new[key])
+    state = fresh.state_dict()
+    _keep_rates_of_groups(state, scheduler.state_dict(), [group["lr"] for group in scheduler.optimizer.param_groups])
+    scheduler.load_state_dict(state)
 
 
-def rescale_schedule_state(state: dict[str, Any], groups: list[Group], sources: Sequence[Source] | None = None) -> None:
-    """Replaces, in a scheduler's state_dict, what is kept per parameter group; recurses into schedules of schedules."""
-    per_group = {
-        "base_lrs": [group.get("initial_lr", group["lr"]) for group in groups],
-        "_last_lr": [group["lr"] for group in groups],
-        "min_lrs": [0.0] * len(groups),  # without sources, absolute rates are refused, so these are all zero
-        "lr_lambdas": [None] * len(groups),
-    }
-    if sources is not None:
-        _spread(state, sources, RATES, MOMENTUMS)
-        del per_group["min_lrs"]
-    state.update({key: value for key, value in per_group.items() if key in state})
+def _keep_rates_of_groups(state: dict[str, Any], own: dict[str, Any], rates: list[Any]) -> None:
+    """Puts what a schedule keeps for each group, in `own`, into the state_dict of a new one of the same class."""
+    state.update({key: own[key] for key in (*RATES, *OTHERS, LEAST_RATE) if key in own})
+    if "_last_lr" in state:
+        state["_last_lr"] = rates
+    for part, own_part in zip(state.get("_schedulers", ()), own.get("_schedulers", ()), strict=True):
+        _keep_rates_of_groups(part, own_part, rates)
+
+
+def spread_schedule_state_(state: dict[str, Any], sources: Sequence[StateSource]) -> None:
+    """Lets a scheduler's state_dict go on after groups were split, each from one of the old groups."""
+    _spread(state, sources)
     for part in state.get("_schedulers", ()):
-        rescale_schedule_state(part, groups, sources)
+        spread_schedule_state_(part, sources)
 
 
-def spread_schedule_(scheduler: Any, sources: Sequence[Source]) -> None:
+def spread_schedule_(scheduler: Any, sources: Sequence[StateSource]) -> None:
     """Lets a scheduler go on after the groups of its optimizer were split, each from one of the old groups."""
     for part in inner_schedulers(scheduler):
         spread_schedule_(part, sources)
-    rates, others = ("base_lrs", "_last_lr", *RATES), ("lr_lambdas", *MOMENTUMS)
     # not `vars`: a scheduler may have properties
-    values = {key: getattr(scheduler, key) for key in (*rates, *others, LEAST_RATE) if hasattr(scheduler, key)}
-    _spread(values, sources, rates, others)
+    values = {key: getattr(scheduler, key) for key in (*RATES, *OTHERS, LEAST_RATE) if hasattr(scheduler, key)}
+    _spread(values, sources)
     for key, value in values.items():
         setattr(scheduler, key, value)
+    if values.get(LEAST_RATE) and not isinstance(scheduler, _LeastRates):
+        kind = type(scheduler)
+        scheduler.__class__ = type(kind.__name__, (_LeastRates, kind), {"__module__": kind.__module__})
 
 
-def _spread(values: dict[str, Any], sources: Sequence[Source], rates: Sequence[str], others: Sequence[str]) -> None:
-    """Gives each group what its source had: rates times the factor, others as they are; and the least rate of all."""
-    for key in values.keys() & {*rates}:
+def _spread(values: dict[str, Any], sources: Sequence[StateSource]) -> None:
+    """Gives each group what its source had: rates times the factor, others as they are."""
+    for key in values.keys() & {*RATES}:
         values[key] = [values[key][source.group] * source.factor for source in sources]
-    for key in values.keys() & {*others}:
+    for key in values.keys() & {*OTHERS}:
         values[key] = [values[key][source.group] for source in sources]
-    factors = {source.factor for source in sources}
-    if values.get(LEAST_RATE) and len(factors) == 1:
-        values[LEAST_RATE] = values[LEAST_RATE] * factors.pop()
+    least = values.get(LEAST_RATE)
+    if least:
+        each = least if isinstance(least, list) else None
+        grown = [(least if each is None else each[source.group]) * source.factor for source in sources]
+        values[LEAST_RATE] = grown[0] if len(set(grown)) == 1 else grown
+
+
+class _LeastRates:
+    """A part of a schedule that has a list in the place of its least rate: the rate of each group follows its own."""
+
+    eta_min: Any
+
+    def get_lr(self) -> list[Any]:
+        least = self.eta_min
+        if not isinstance(least, list):
+            return super().get_lr()  # type: ignore[misc]
+        rates = []
+        try:
+            for index, self.eta_min in enumerate(least):
+                rates.append(super().get_lr()[index])  # type: ignore[misc]
+        finally:
+            self.eta_min = least
+        return rates
 
 
 def refuse_one_rate_for_all(state: dict[str, Any], factors: Collection[float], schedule: str, remedy: str) -> None:
@@ -223,13 +250,6 @@ def _rates_after(scheduler: Any, steps: int, factor: float) -> list[float]:
     rates = {"lr", "initial_lr"}
     own = [{key: value * factor if key in rates else value for key, value in group.items()} for group in groups]
     asked.optimizer = SimpleNamespace(param_groups=own, defaults=scheduler.optimizer.defaults)
-    spread_schedule_(asked, [Source(index, factor) for index in range(len(groups))])
+    spread_schedule_(asked, [StateSource(index, factor) for index in range(len(groups))])
     asked.last_epoch = scheduler.last_epoch + steps
     return list(map(float, asked.get_lr()))
-
-
-def _take_absolute(state: dict[str, Any], old: dict[str, Any]) -> None:
-    """Puts the absolute rates of another state_dict of the same class in the place of its own."""
-    state.update({key: old[key] for key in (*RATES, *MOMENTUMS, LEAST_RATE) if key in state and key in old})
-    for part, old_part in zip(state.get("_schedulers", ()), old.get("_schedulers", ()), strict=False):
-        _take_absolute(part, old_part)

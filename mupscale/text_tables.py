@@ -10,6 +10,8 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+from mupscale.errors import prefix_errors
+
 Style = Literal["heading", "good", "bad"]
 Paint = Callable[[str, Style], str]
 """Gives a text its colour; what has none comes back as it is."""
@@ -48,8 +50,15 @@ def as_csv(rows: Sequence[Mapping[str, Any]], head: Sequence[str] = ()) -> str:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; none if there is no file."""
-    return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+    """The rows of a CSV file; none if there is no file. Raises a UserError if it is not a table."""
+    if not path.is_file():
+        return []
+    with prefix_errors(f"{path} is not a table that can be read", ValueError, csv.Error):
+        text = path.read_text("utf-8")
+        rows = list(csv.DictReader(text.splitlines()))
+        if "\0" in text or any(None in row or None in row.values() for row in rows):
+            raise ValueError("it has rows of other lengths than its head, or a NUL")
+        return rows
 
 
 def _csv_cell(value: Any) -> Any:

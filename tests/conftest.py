@@ -54,8 +54,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     """A test must not depend on those before it, nor on the shell: it ignores Ctrl-C for what runs in the background,
-    and so does Lightning after the first one. After a fit that fails, Lightning leaves its handler of SIGTERM."""
+    and so does Lightning after the first one. After a fit that fails, Lightning leaves its handler of SIGTERM. A sweep
+    leaves its loggers quiet."""
     torch.manual_seed(0)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.INFO)  # as its import does
     os.environ.pop("PL_GLOBAL_SEED", None)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -22,7 +22,7 @@ LEAVES = {
     f"mupscale.{name}"
     for name in (
         "_imports", "_torch", "atomic", "cuda_graph", "data_files", "errors", "flops",
-        "readout", "readout_kernel", "sharding", "spectral", "text_tables",
+        "readout", "readout_kernel", "seeds", "sharding", "spectral", "text_tables",
     )
 }  # fmt: skip
 """Anybody may import these."""
@@ -127,7 +127,7 @@ def test_reports_know_nothing_of_the_lab_that_writes_them():
     lab, reporting = (f"mupscale.commands.{room}" for room in ("lab", "reporting"))
     wrong = [arrow for arrow in ARROWS if arrow[0].startswith(reporting) and arrow[1].startswith(lab)]
     assert wrong == []
-    assert any(arrow[0].startswith(lab) and arrow[1].startswith(reporting) for arrow in ARROWS)
+    assert any(arrow[0] == "mupscale.commands.experiment" and arrow[1].startswith(reporting) for arrow in ARROWS)
 
 
 def test_imports_inside_functions_count():
@@ -151,10 +151,14 @@ def test_no_upward_arrow():
 
 
 def test_no_command_imports_another():
-    """What several commands share stands beside them, and does not import a command either."""
+    """What several commands share stands beside them, and does not import a command either.
+
+    `experiment` may import `sweep`: it is a list of sweeps.
+    """
     inside = []
     for importer, imported in ARROWS:
-        if command_of(imported) is not None and command_of(importer) != command_of(imported):
+        commands = command_of(importer), command_of(imported)
+        if commands[1] is not None and commands[0] != commands[1] and commands != ("experiment", "sweep"):
             inside.append(f"{importer} → {imported}")
     assert inside == []
 
@@ -164,6 +168,7 @@ def test_no_command_imports_another():
 OTHER_POWERS = {
     "mupscale/base_shapes.py": {"math.sqrt(table.clip(width.scale))"},
     "mupscale/hf/config.py": {"math.sqrt(len(sources) / old)"},  # of numbers of layers
+    "mupscale/hf/experts.py": {"config.head_dim ** (-0.5)"},  # what Granite multiplies the products of queries by
     "mupscale/methods/base.py": {"10 ** (-self.decibels / 20)"},
     "mupscale/methods/ligo.py": {"math.sqrt(group.units)"},  # the size of random numbers
     "mupscale/widening/growth.py": {"math.sqrt(1 - 1 / count)"},  # the variance that centring leaves

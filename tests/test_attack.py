@@ -64,39 +64,3 @@ def test_differences_ignore_clocks() -> None:
         for seconds in (1.0, 2.0)
     )
     assert list(differences(one, other)) == []
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from kill_points import Point, Watch
-folder = Path(sys.argv[1])
-watch = Watch([folder], Point("main", int(sys.argv[2]), sys.argv[3] == "half") if sys.argv[2:] else None)
-watch.start()
-(folder / "a").mkdir()
-(folder / "a").mkdir(exist_ok=True)              # changes nothing, and does not count
-(folder / "a" / "one.txt").write_text("12345678")
-with open(folder / "a" / "one.txt", "a") as file:
-    file.write("9")
-os.replace(folder / "a" / "one.txt", folder / "two.txt")
-(folder / "two.txt").unlink()
-(folder / "two.txt").unlink(missing_ok=True)
-Path(os.devnull).write_text("elsewhere")
-print(*(operation.what for operation in watch.operations["main"]))
-"""
-
-
-def test_kill_points(tmp_path: Path) -> None:
-    def killed(*arguments: str) -> dict[str, str]:
-        folder = tmp_path / "-".join(arguments or ("all",))
-        folder.mkdir()
-        status = -9 if arguments else 0
-        program = run_program("-c", KILLED, folder, *arguments, variables=SHARED_CODE, status=status)
-        texts = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.txt")}
-        return texts or {"printed": program.stdout.strip()}
-
-    assert killed() == {"printed": "mkdir open write write replace unlink"}
-    assert killed("2", "before") == {"a/one.txt": ""}
-    assert killed("2", "half") == {"a/one.txt": "1234"}
-    assert killed("4", "before") == {"a/one.txt": "123456789"}
-    assert killed("5", "before") == {"two.txt": "123456789"}

@@ -1,6 +1,5 @@
 """Bad input of every command and of the library: one line with the remedy, and no file is touched."""
 
-import json
 import math
 import shlex
 import shutil
@@ -48,9 +47,12 @@ FAST = {
     "--out is the input": ("upscale mlp.ckpt --width 16 --out mlp.ckpt --force", "name another file"),
     "--out is a link to the input": ("upscale mlp.ckpt --width 16 --out link.ckpt --force", "name another file"),
     "--out exists": ("upscale mlp.ckpt --width 16 --out text.txt", "--force overwrites it"),
-    "--centred without noise": ("upscale mlp.ckpt --width 16 --out o --centred", "there is no noise to centre"),
+    "--centred without noise": ("upscale mlp.ckpt --width 16 --out o --centred", "--noise auto is centred already"),
     "--save-noise is --out": ("upscale mlp.ckpt --width 16 --out o --noise 1 --save-noise o", "is --out itself"),
-    "--save-noise without noise": ("upscale mlp.ckpt --width 16 --out o --save-noise n.json", "give --noise STD"),
+    "--save-noise without noise": (
+        "upscale mlp.ckpt --width 16 --out o --noise none --save-noise n.json",
+        "leave --noise none",
+    ),
     "noise nan": ("upscale mlp.ckpt --width 16 --out o --noise nan", "std must be a finite number of at least 0"),
     "no noise file": ("upscale mlp.ckpt --width 16 --out o --recorded-noise text.txt", "cannot be read as recorded"),
     "no whole factor": ("upscale gpt2.ckpt --width 12 --out o", "Grow this width by a whole factor, such as to 16"),
@@ -68,6 +70,7 @@ FAST = {
 }
 """Command lines, and what the message must contain."""
 
+CSV_LOGGER = "--trainer.logger=CSVLogger --trainer.logger.save_dir=csv --trainer.logger"
 FINEWEB = "{class_path: FineWeb, init_args: {batch_size: 4, context: 8}}"
 SIZES = "hidden_size: 16, intermediate_size: 16, num_attention_heads: 2, num_hidden_layers: 1, vocab_size: 4096"
 LLAMA = f"{{class_path: HFCausalLM, init_args: {{config: {{model_type: llama, {SIZES}, hidden_act: gelu_fsat}}}}}}"
@@ -84,7 +87,6 @@ COMMANDS = {
     "fit: no widths": ("fit --config c.yaml --model.width=[]", "model.width must be a whole number of at least 1"),
     "fit: a seed below 0": ("fit --config c.yaml --seed_everything=-5", "from 0 to 4294967295, got -5"),
     "fit: no accumulation": ("fit --config c.yaml --trainer.accumulate_grad_batches=0", "must be at least 1, got 0"),
-    "fit: devices below 0": ("fit --config c.yaml --trainer.devices=-7", "trainer.devices must be at least -1"),
     "fit: checkpoints nowhere": (
         "fit --config c.yaml --checkpoint.dirpath=/proc/x",
         "checkpoint.dirpath: /proc cannot",
@@ -94,10 +96,10 @@ COMMANDS = {
     "fit: a folder of runs": ("fit --config c.yaml --ckpt_path=.", "mupscale resume ."),
     "fit: no base": ("fit --config c.yaml --model.init_from=no.ckpt", "name a file that exists"),
     "fit: lr null": ("fit --config c.yaml --model.optimizer.lr=null", "model.optimizer.lr: Expected a float; "),
-    "fit: two upscales at one step": ("fit --config twice.yaml", "at_step = 5: two upscales to width 16 and to width"),
+    "fit: two upscales at one step": ("fit --config twice.yaml", "at_step = 5: two growths to width 16 and to width"),
     "plan: one upscale twice": (
         "plan --config twice.yaml --trainer.callbacks.init_args.width=16",
-        "at_step = 5: two upscales to width 16, twice",
+        "at_step = 5: two growths to width 16, twice",
     ),
     "validate without a checkpoint": ("validate --config c.yaml", "--ckpt_path runs/NAME"),
     "test without a checkpoint": ("test --config c.yaml", "test needs a checkpoint"),
@@ -131,14 +133,13 @@ COMMANDS = {
     ),
     "sweep: a typo": ("sweep --config c.yaml --out s --sweep modle.width=8", "a key starts with one of"),
     # experiment
-    "experiment: seeds": ("experiment seeds.yaml --plan", "seeds are whole numbers from 0"),
+    "experiment: seeds": ("experiment seeds.yaml --plan", "is not from 0 to 4294967295"),
     "experiment: noise": ("experiment noise.yaml --plan", "noise: give class_path and init_args of a Noise"),
     # report, prepare, export, resume
     "report: a configuration that is a list": (
         "report listed",
         "is not the configuration of a run: its values are of another kind",
     ),
-    "report: an experiment that is a list": ("report experiments", "experiment.json is damaged"),
     "prepare: no threads": (
         "prepare text a.txt --vocab 300 --out p --workers 0",
         "--workers must be at least 1, got 0",
@@ -154,9 +155,10 @@ COMMANDS = {
         "validate --config c.yaml --ckpt_path whole.ckpt",
         "whole numbers in net.layers.0.weight, and the network fr",
     ),
-    "validate: a step": ("validate --config c.yaml --ckpt_path step.ckpt", "global_step is [1], wanted int"),
+    "validate: a step": ("validate --config c.yaml --ckpt_path step.ckpt", "global_step must be a whole number of"),
     "fit: optimizers": ("fit --config c.yaml --ckpt_path lists.ckpt", "its optimizer state: its values are of another"),
     "fit: loops": ("fit --config c.yaml --ckpt_path inside.ckpt", "the checkpoint cannot be restored"),
+    "fit: a tensor for a value": ("fit --config c.yaml --ckpt_path tensor.ckpt", "configuration in the checkpoint is"),
     "fit: callbacks": ("fit --config c.yaml --ckpt_path callbacks.ckpt", "callbacks is [3], wanted dict"),
     "fit: a callback": ("fit --config c.yaml --ckpt_path exact.ckpt", "ExactResume in the checkpoint: its values are"),
     "fit: a sparse base": ("fit --config c.yaml --model.init_from=sparse.ckpt", "wanted a dense tensor; use another"),
@@ -171,12 +173,11 @@ COMMANDS = {
         "argument --steps: invalid int value: '10000",
     ),
     "plan: no options": ("plan --config c.yaml --config value.yaml", "checkpoint: wanted options by name, got None"),
-    "experiment: a list": ("experiment listed.yaml --plan", "listed.yaml: its values are of another kind"),
+    "experiment: a list": ("experiment listed.yaml --plan", "listed.yaml: an experiment has the keys config, small"),
     "fit: no validation": (
         "fit --config c.yaml --trainer.check_val_every_n_epoch=0",
         "check_val_every_n_epoch must be at least 1, got 0",
     ),
-    "fit: many devices": ("fit --config c.yaml --trainer.devices=99", "trainer.devices = 99: on a CPU each device is"),
     "fit: an optimizer for GPUs": (
         "fit --config c.yaml --model.optimizer.capturable=true",
         "model.optimizer: If capturable=True",
@@ -199,6 +200,31 @@ COMMANDS = {
     "fit: checkpoints in a loop": ("fit --config c.yaml --checkpoint.dirpath=loop", "loop"),
     "fit: half a pattern": ("fit --config c.yaml '--checkpoint.filename={step'", "= {step: expected '}' before end"),
     "fit: a name elsewhere": ("fit --config c.yaml --checkpoint.filename=s3://b/x", "= s3://b/x: give a name"),
+    "fit: no loggers": ("fit --config c.yaml --trainer.logger=[] --model.inputs=53", "set model.inputs: 54"),
+    "fit: a folder without a logger": (
+        "fit --config c.yaml --trainer.logger=false --model.inputs=53",
+        "set model.inputs: 54",
+    ),
+    "fit: a table that is never written": (
+        f"fit --config c.yaml {CSV_LOGGER}.flush_logs_every_n_steps=0",
+        "trainer.logger.flush_logs_every_n_steps must be a whole number of at least 1, got 0",
+    ),
+    "fit: a profile nowhere": (
+        "fit --config c.yaml --trainer.profiler=PyTorchProfiler --trainer.profiler.dirpath=/proc/x",
+        "trainer: PyTorchProfiler.dirpath: /proc cannot be written to",
+    ),
+    "fit: no time": ("fit --config c.yaml --trainer.max_time=00:00:00:00", "trainer.max_time = 0:00:00: the run would"),
+    "fit: less time": ("fit --config c.yaml '--trainer.max_time={minutes: -3}'", "trainer.max_time = -1 day, 23:57:00"),
+    "predict: nowhere": (
+        "predict --config c.yaml --ckpt_path base.ckpt --trainer.logger=false --trainer.default_root_dir=/proc/x",
+        "the predictions: /proc cannot be written to",
+    ),
+    "plan: a checkpoint": ("plan --config c.yaml --ckpt_path base.ckpt", "this command reads no checkpoint; leave"),
+    "fit: an optimizer's state": ("fit --config c.yaml --ckpt_path entry.ckpt", "the optimizer state is {'a': {}}"),
+    "fit: a huge step": ("fit --config c.yaml --ckpt_path huge.ckpt", "damaged: global_step must be a whole number"),
+    "fit: an epoch": ("fit --config c.yaml --ckpt_path epoch.ckpt", "damaged: epoch must be a whole number of at"),
+    "upscale: a huge step": ("upscale huge.ckpt --width 16 --out o", "damaged: global_step must be a whole number"),
+    "upscale: a folder to /": ("upscale . --factor 2 --out /", "error: "),
     "fit: a logger's number": ("fit --config c.yaml '--trainer.logger.flush_secs=[]'", "flush_secs must be a finite"),
 }
 """More of them, which take longer."""
@@ -214,6 +240,7 @@ NUMBERS = {
     "--trainer.limit_train_batches=0": "trainer.limit_train_batches = 0: the run would train nothing",
     "--trainer.callbacks.init_args.lr=.nan": "UpscaleCallback.lr must be positive and finite, got nan",
     "--trainer.callbacks.init_args.width=0": "UpscaleCallback.width must be a whole number",
+    f"--trainer.callbacks.init_args.width=1{'0' * 400}": "UpscaleCallback.width must be a whole number",
     f"{NOISE}.init_args.std=.nan": "UpscaleCallback.noise: AdditiveNoise: std must be a finite number",
 }
 """Options of `fit`, which are refused before data is loaded."""
@@ -240,6 +267,7 @@ CHECKPOINTS: dict[str, tuple[Change, str]] = {
     "weights": (lambda checkpoint: checkpoint["state_dict"].update({"net.x": 3}), "wanted a dense tensor"),
     "no weights": (lambda checkpoint: checkpoint.pop("state_dict"), "it is empty, or quantised"),
     "no groups": (in_optimizer(param_groups=None), "its optimizer state: its values are of another kind"),
+    "another state": (in_optimizer(state={"a": {}}), "the optimizer state is {'a': {}}, wanted a dict for each of"),
     "no state": (in_optimizer(state=[1]), "its optimizer state: its values are of another kind"),
     "numbers beyond": (in_group(params=[999]), "wanted each of 0 to 7 once"),
     "lr of text": (in_group(lr="fast"), "lr of param_groups must be a finite number of at least 0, got 'fast'"),
@@ -269,7 +297,11 @@ DAMAGED: dict[str, Change] = {
     "complex": weight(lambda tensor: tensor * 1j),
     "lists": lambda checkpoint: checkpoint.update(optimizer_states=[[1, 2]]),
     "step": lambda checkpoint: checkpoint.update(global_step=[1]),
+    "huge": lambda checkpoint: checkpoint.update(global_step=2**70),
+    "epoch": lambda checkpoint: checkpoint.update(epoch="x"),
+    "entry": in_optimizer(state={"a": {}}),
     "inside": lambda checkpoint: checkpoint["loops"].update(fit_loop=3),
+    "tensor": lambda checkpoint: checkpoint["mupscale_run"]["config"].update(seed_everything=torch.ones(2)),
     "callbacks": lambda checkpoint: checkpoint.update(callbacks=[3]),
     "exact": lambda checkpoint: checkpoint["callbacks"].update(ExactResume=3),
 }
@@ -353,8 +385,12 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
     "upscale with lr nan": (lambda: with_rate(math.nan), "lr of AdamW must be a finite number"),
     "upscale with no hints": (lambda: mupscale.upscale(net(), net(16), hints=3), "hints must be mupscale.Hints"),
     "upscale with another plan": (
-        lambda: mupscale.upscale(net(), net(32), hints=mupscale.plan(net(), net(16))),
+        lambda: mupscale.upscale(net(), net(32), plan=mupscale.plan(net(), net(16))),
         "Make a new one",
+    ),
+    "upscale with a plan and a depth": (
+        lambda: mupscale.upscale(net(), net(16), plan=mupscale.plan(net(), net(16)), depth="stack"),
+        "give hints and depth to mupscale.plan",
     ),
     "noise saved nowhere": (lambda: mupscale.upscale(net(), net(16)).save_noise("/proc/n"), "name another file"),
     "verify None": (lambda: verified(narrow=None), "verify: narrow must be a torch.nn.Module"),
@@ -390,15 +426,15 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"state_dict": {}}, folder / "shards.ckpt/meta.pt")
     (folder / "loop").symlink_to("loop")
     (folder / "value.yaml").write_text("checkpoint: null\n")
-    (folder / "listed.yaml").write_text("protocol: [upscale]\nconfig: c.yaml\n")
+    (folder / "listed.yaml").write_text("- config: c.yaml\n")
     small(folder / "grown.yaml", upscale(5, 16))
     small(folder / "twice.yaml", upscale(5, 16), upscale(5, 32))
     noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
-    right = {"protocol": "upscale", "config": "c.yaml", "small": [8, 16], "target": [16, 32], "seeds": [0]}
+    right = {"config": "c.yaml", "small": [8, 16], "target": [16, 32], "seeds": [0]}
     for name, change in EXPERIMENTS.items():
         content = right | {"noise": noise, "sweep_2": SWEEP} | change
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
-    for name in ("folder", "listed", "experiments", "run"):
+    for name in ("folder", "listed", "run"):
         (folder / name).mkdir()
     (folder / "text.txt").write_text("plain")
     (folder / "folder" / "text.txt").write_text("plain")
@@ -406,7 +442,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "list.yaml").write_text("- 1\n")
     (folder / "deep.jsonl").write_text("[" * 100_000 + "\n")
     (folder / "listed" / "config.yaml").write_text("- 1\n")
-    (folder / "experiments" / "experiment.json").write_text(json.dumps([1]))
     shutil.copy(folder / "c.yaml", folder / "run" / "config.yaml")
     shutil.copy(folder / "mlp.ckpt", folder / "run" / "step=1.ckpt")
     return folder

@@ -116,15 +116,15 @@ FIT = "-m mupscale fit --config configs/quickstart.yaml --trainer.strategy=fsdp2
     [
         (
             f"torchrun --standalone --nproc-per-node=3 {FIT} --trainer.devices=3",
-            "batch_size=200 is the global batch: it must be a positive multiple of the 3 ranks",
+            "batch_size=200, the global batch, must be a positive multiple of the 3 ranks",
         ),
         (
             f"torchrun --standalone --nproc-per-node=2 {FIT} --trainer.devices=4",
-            "trainer.devices = 4, but torchrun has started 2 processes on this machine: set --trainer.devices=2",
+            "but the product (4 * 1) does not match the world size (2)",
         ),
         (
             f"python {FIT} --trainer.devices=1 --trainer.callbacks+=EMAWeightAveraging",
-            "EMAWeightAveraging does not work under trainer.strategy: fsdp2",
+            "EMAWeightAveraging cannot copy the shards of fsdp2",
         ),
         (f"python {FIT} --trainer.num_nodes=2", "trainer.num_nodes = 2, but neither torchrun nor srun has started"),
         (f"python {FIT} --trainer.accelerator=gpu --trainer.devices=99", "gpu"),

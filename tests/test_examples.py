@@ -61,7 +61,7 @@ def test_lightning_cli(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     monkeypatch.setattr(sys, "argv", [str(program), "fit", "--config", str(EXAMPLES / "lightning_cli.yaml")])
     with caplog.at_level("INFO"):
         runpy.run_path(str(program), run_name="__main__")
-    (losses,) = re.findall(r"step 60: upscaled hidden=32 → hidden=128, .* loss ([\d.]+) → ([\d.]+)", caplog.text)
+    (losses,) = re.findall(r"step 60: grew hidden=32 → hidden=128, .* dropout ([\d.]+) → ([\d.]+)", caplog.text)
     assert float(losses[0]) == pytest.approx(float(losses[1]), abs=2e-6)  # float32, printed to six places
 
 

@@ -97,7 +97,7 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: set[str]):
 @pytest.mark.slow
 def test_the_sdist_is_the_repository(sdist: Path):
     made = {"PKG-INFO", "setup.cfg", "mupscale.egg-info"}
-    folders = {*FOLDERS, "benchmarks", "docs", "examples", "tests"}
+    folders = {*FOLDERS, "benchmarks", "docs", "examples", "experiments", "tests"}
     files = {
         "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
         "mkdocs.yml", "pyproject.toml",
@@ -275,8 +275,8 @@ NEEDS = {
     "sweep": ("sweep", ["matplotlib"]),
     "random sweep": ("sweep", ["matplotlib", "optuna"]),
     "sweep on Ray": ("cluster", ["ray"]),
-    "experiment": ("experiment", ["jinja2", "matplotlib"]),
-    "report": ("report", ["jinja2", "matplotlib"]),
+    "experiment": ("experiment", ["jinja2", "matplotlib", "pandas"]),
+    "report": ("report", ["jinja2", "matplotlib", "pandas"]),
     "coord-check": ("plot", ["matplotlib"]),
     "prepare text": ("data", ["tokenizers"]),
     "prepare fineweb": ("data", ["datasets", "tokenizers"]),

@@ -7,12 +7,15 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
+from programs import run_program
+from result_rows import read_rows, take
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,7 +54,7 @@ def _modules_from_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("mine", None)
 
 
-@pytest.mark.parametrize("page", [README, LIBRARY, START], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [LIBRARY, START], ids=lambda page: page.name)
 def test_the_library_in_ten_lines(page: Path):
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
     narrow_opt = torch.optim.AdamW(narrow.parameters())
@@ -146,7 +149,7 @@ def test_a_page_names_what_there_is(page: Path):
         assert hasattr(mupscale, name), name
     if page.name in ("CONTRIBUTING.md", "CHANGELOG.md"):  # which also name files to be made, and files of old
         return
-    folders = "mupscale|models|callbacks|datamodules|configs|docs|benchmarks|examples|tests"
+    folders = "mupscale|models|callbacks|datamodules|configs|docs|benchmarks|examples|experiments|tests"
     for path in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./]+\.(?:yaml|py|md|ipynb)\b", text):
         assert (ROOT / path).exists(), path
 
@@ -182,7 +185,36 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 110
+    assert len(README.read_text().splitlines()) <= 140
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_prints_what_it_shows(tmp_path: Path):
+    """Pasted into a file in an empty folder, as a new user does; times and the last digits may differ."""
+    (tmp_path / "first.py").write_text(block(README, "python", "UpscaleCallback"))
+    shown = block(README, "text", "just after")
+    printed = run_program("first.py", cwd=tmp_path).stdout
+    for line in shown.splitlines():
+        words = re.split(r"(\d+\.\d\d+)", line)
+        pattern = "".join(re.escape(word) if place % 2 == 0 else r"\d+\.\d+" for place, word in enumerate(words))
+        assert re.search(rf"^{pattern}$", printed, flags=re.MULTILINE), line
+    before, after = map(float, re.findall(r"(\d\.\d+) just", printed))
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+def test_the_sentence_under_the_figure_of_results_is_that_of_the_runs():
+    def mean(column: str, budget: str, **wanted: str) -> float:
+        gpt2 = {"width": "256", "layers": "8", "lr": "0.0078", "base_layers": "", "budget": budget, **wanted}
+        return fmean(take(read_rows("ladder/runs.csv"), column, **gpt2))
+
+    grown = mean("loss", "0", from_width="256", from_layers="2", grown_at="-2")
+    scratch, longer = (mean("loss", budget, from_width="", grown_at="") for budget in ("0", "0.5"))
+    more = mean("flops", "0.5", from_width="", grown_at="") / mean("flops", "0", from_width="", grown_at="")
+    wanted = (
+        f"it ends at {grown:.3f}, where training from scratch ends at {scratch:.3f}; that ends at {longer:.3f} with "
+        f"{more:.2f} times the compute"
+    )
+    assert wanted in " ".join(README.read_text().split())
 
 
 def quickstart(command: str) -> None:

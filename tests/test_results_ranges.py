@@ -9,8 +9,8 @@ import pytest
 from paths import ROOT
 from result_rows import read_rows
 
-from benchmarks.ladder import FULL, Size, Way
-from benchmarks.ladder_tables import PAGE, RUNS, Ends, Growth, Interval, count_tokens, read_sunk
+from experiments.ladder import Size, Way
+from experiments.ladder_tables import FULL, PAGE, RUNS, Ends, Growth, Interval, count_tokens, read_sunk
 
 GUIDE, OVERVIEW = ROOT / "docs" / "should_i_grow.md", ROOT / "docs" / "results" / "README.md"
 Point = tuple[Growth, float]

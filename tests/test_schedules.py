@@ -6,8 +6,9 @@ from torch import nn
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.schedules import continue_schedule, spread_schedule_
-from mupscale.widening.state import Source
+from mupscale.models.optimizers import continue_optimizers_
+from mupscale.schedules import spread_schedule_
+from mupscale.widening.state import StateSource
 
 
 def rates(make, steps: int) -> list[float]:
@@ -68,7 +69,7 @@ def test_a_growth_goes_on_where_the_schedule_stands(make) -> None:
     def network(width: int) -> nn.Module:
         return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, schedule) -> float:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, schedule, x, y) -> float:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
@@ -76,21 +77,21 @@ def test_a_growth_goes_on_where_the_schedule_stands(make) -> None:
         schedule.step()
         return loss.item()
 
-    torch.manual_seed(0)
-    x, y = torch.randn(16, 3, dtype=torch.float64), torch.randint(0, 2, (16,))
-    narrow, wide = network(4).double(), network(8).double()
-    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.01, weight_decay=0.1)
-    schedule = make(optimizer)
-    for _ in range(5):
-        step(narrow, optimizer, schedule)
-    report = mupscale.upscale(narrow, wide, optimizer)
-    now = [group["lr"] for group in report.optimizer.param_groups]
-    after = make(report.optimizer)  # which sets the rates of a first step
-    for group, rate in zip(report.optimizer.param_groups, now, strict=True):
-        group["lr"] = rate
-    continue_schedule(schedule, after)
-    for _ in range(7):
-        assert step(wide, report.optimizer, after) == pytest.approx(step(narrow, optimizer, schedule), rel=1e-12)
+    def losses(at_step: int) -> list[float]:
+        torch.manual_seed(0)
+        x, y = torch.randn(16, 3, dtype=torch.float64), torch.randint(0, 2, (16,))
+        model, wide = network(4).double(), network(8).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        schedule, answer = make(optimizer), []
+        for number in range(12):
+            if number == at_step:
+                report = mupscale.upscale(model, wide, optimizer)
+                continue_optimizers_([optimizer], [schedule], model, wide, report)
+                model = wide
+            answer.append(step(model, optimizer, schedule, x, y))
+        return answer
+
+    assert losses(5) == pytest.approx(losses(12), rel=1e-12)
 
 
 class OfItsOwn(torch.optim.lr_scheduler.LambdaLR):
@@ -109,7 +110,7 @@ def test_groups_are_split_in_a_scheduler_with_properties() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = OfItsOwn(optimizer, lambda step: 0.9**step)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    spread_schedule_(scheduler, [Source(0, 1.0), Source(0, 0.5)])
+    spread_schedule_(scheduler, [StateSource(0, 1.0), StateSource(0, 0.5)])
     optimizer.step()
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.09, 0.045])

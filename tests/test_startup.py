@@ -98,7 +98,7 @@ def test_the_library_loads_torch_and_little_else_the_help_of_fit_no_data_and_a_f
     assert not {"torchmetrics.image", "torchmetrics.functional.image"} & set(help["modules"])
     assert after["code"] is None
     ours = [name for name in after["modules"] if name.startswith("mupscale.")]
-    assert "mupscale.callbacks.fast_loop" in ours
+    assert "mupscale.callbacks.captured_steps" in ours
     of_sweeps = ("mupscale.stacking", "mupscale.commands.lab", "mupscale.commands.sweep")
     assert not [name for name in ours if name.startswith(of_sweeps)]
 

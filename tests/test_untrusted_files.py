@@ -5,6 +5,7 @@ modules.
 """
 
 import io
+import json
 import os
 import pickle
 import shlex
@@ -26,7 +27,9 @@ from saved import save_mlp
 from stand_ins import Attack
 from synthetic_runs import CONFIG, write_run
 
-from mupscale.commands.lab.run import result_of
+from mupscale.commands.lab.run import read_ending
+from mupscale.commands.sweep import parser as sweep_parser
+from mupscale.commands.sweep import sweep_settings
 from mupscale.data_files import refuse_endless, yaml_of
 from mupscale.errors import UserError
 
@@ -144,8 +147,37 @@ def token_files(link: str = "", end: int = 1000, metadata: str | None = None) ->
     return make
 
 
+def pipe(name: str, files: Mapping[str, bytes | str | None] | None = None) -> Callable[[Path], None]:
+    """A file that never ends, beside others."""
+
+    def make(secret: Path) -> None:
+        put(files or {})(secret)
+        Path(name).parent.mkdir(exist_ok=True)
+        os.mkfifo(name)
+
+    return make
+
+
+def begun_sweep(change: Callable[[Path], None]) -> Callable[[Path], None]:
+    """A sweep of the same settings that was interrupted in a stack, changed in one respect."""
+
+    def make(secret: Path) -> None:
+        options, rest = sweep_parser().parse_known_args(shlex.split(SWEEP)[1:])
+        settings = sweep_settings(options, rest).description()
+        put({"theirs/sweep.json": json.dumps(settings), "theirs/run.lock": "", "theirs/stacks/000/runs.json": "{}"})(
+            secret
+        )
+        Path("theirs/stacks/000/step=3.ckpt").write_bytes(Path("mlp.ckpt").read_bytes())  # so that it would go on
+        change(secret)
+
+    return make
+
+
+def link_trials(secret: Path) -> None:
+    Path("theirs/trials").symlink_to(secret.parent)
+
+
 EVENTS = "theirs/events.out.tfevents.1.x"
-LOCK = {"theirs/run.lock": ""}
 ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "checkpoint: upscale": (
         put(CHECKPOINT), "upscale evil.ckpt --width 16 --out o", "is not a checkpoint, or is damaged",
@@ -188,31 +220,27 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         put({"theirs/config.yaml": CONFIGURED, EVENTS: struct.pack("<QI", 2**62, 0) + b"train/loss" + EVIL}),
         "report theirs", "there is nothing to report",
     ),
-    "JSON: runs elsewhere": (
-        put({"theirs/experiment.json": '{"runs": [{"folder": "OUTSIDE"}]}'}),
-        "report theirs", "something outside of it",
-    ),
-    "JSON: sweeps elsewhere": (
-        put({"theirs/experiment.json": '{"sweeps": {"a": "OUTSIDE"}}'}), "report theirs", "something outside of it",
-    ),
-    "JSON: a table": (
-        put({
-            "theirs/experiment.json": '{"sweeps": {"one": "one"}, "runs": [{"folder": "run"}]}',
-            "theirs/run/config.yaml": CONFIGURED,
-            "theirs/one/sweep.json": "{}",
-            "theirs/one/trials.csv": "trial,run\n0,../../../secret\n",
-        }),
-        "report theirs", "there is nothing to report",
+    "JSON: how a model generates": (
+        put({"theirs/config.json": "{}", "theirs/generation_config.json": DEEP}),
+        "upscale theirs --factor 2 --out o", "theirs/generation_config.json cannot be read as JSON",
     ),
     "JSON: noise": (
         put({"evil.json": DEEP}),
         "upscale mlp.ckpt --width 16 --out o --recorded-noise evil.json", "nested too deep",
     ),
-    "points: a pickle": (put({"theirs/points.json": EVIL, **LOCK}), SWEEP, "points.json is damaged"),
-    "points: another file": (
-        put({"theirs/points.json": '{"other": 1}', **LOCK}), SWEEP, "points.json is not of this sweep",
+    "YAML: a pipe": (
+        pipe("theirs/run/config.yaml", {f"theirs/run/{Path(EVENTS).name}": b""}), "report theirs", "theirs",
     ),
-    "points: a link": (put({"theirs/points.json": None, **LOCK}), SWEEP, "points.json is a link"),
+    "JSON: a pipe": (pipe("theirs/experiment.json"), "report theirs", "theirs"),
+    "checkpoint: a pipe": (
+        pipe("theirs/step=3.ckpt", {"theirs/config.yaml": CONFIGURED}), "resume theirs", "has no checkpoint that can",
+    ),
+    "trials: a link": (begun_sweep(link_trials), SWEEP, "theirs/trials is a link"),
+    "trials: a link in a folder without a sweep": (
+        put({"theirs/trials": None}), SWEEP, "theirs is not empty and has no sweep; name a new folder",
+    ),
+    "stack: a pickle": (begun_sweep(put({"theirs/stacks/000/runs.json": EVIL})), SWEEP, "runs.json is damaged"),
+    "stack: depth": (begun_sweep(put({"theirs/stacks/000/runs.json": DEEP})), SWEEP, "runs.json is damaged"),
     "preparation: a pickle": (put({"theirs/progress.json": EVIL}), PREPARE, "progress.json is damaged"),
     "preparation: depth": (put({"theirs/progress.json": DEEP}), PREPARE, "progress.json is damaged"),
     "preparation: below 0": (
@@ -281,7 +309,7 @@ def test_results_of_other_types(tmp_path: Path) -> None:
     for content in ('{"value": "x"}', '{"value": []}', '{"seconds": 1}', huge, "[" * 100_000, "3"):
         (tmp_path / "result.json").write_text(content)
         with pytest.raises(UserError, match=r"result\.json is damaged"):
-            result_of(tmp_path)
+            read_ending(tmp_path)
 
 
 JOURNALS = {
@@ -292,17 +320,34 @@ JOURNALS = {
     "values beyond floats": b'{"steps": 1%s, "train_loss": 1%s, "seconds": 1%s, "flops": 1%s}' % ((b"0" * 400,) * 4),
 }
 
-UNREAD = "experiment.json", "a text as a value"
-"""None of its keys is one that a report reads."""
-
 
 @pytest.mark.parametrize("kind", JOURNALS)
-@pytest.mark.parametrize("name", ["run/result.json", "experiment.json"])
-def test_a_journal_that_a_report_cannot_read_is_one_line(name: str, kind: str, secret: Path) -> None:
+def test_a_journal_that_a_report_cannot_read_is_one_line(kind: str, secret: Path) -> None:
     write_run(Path("theirs/run"), [0.5] * 10)
-    Path("theirs", name).write_bytes(JOURNALS[kind])
-    named = "there is nothing to report in theirs" if (name, kind) == UNREAD else f"theirs/{name} is "
-    assert refused("report", "theirs").startswith(f"error: {named}")
+    Path("theirs/run/result.json").write_bytes(JOURNALS[kind])
+    assert refused("report", "theirs").startswith("error: theirs/run/result.json is ")
+
+
+TABLES = {
+    "a cell too few": b"trial,run\n0\n",
+    "a cell too many": b"trial,run\n0,a,b\n",
+    "a NUL": b"trial,run\n0,\0\n",
+    "other letters": b"trial,run\n0,\xff\n",
+    "a long cell": b"trial,run\n0," + b"a" * 200_000,
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_that_cannot_be_read_is_named(kind: str, secret: Path) -> None:
+    put({"theirs/sweep.json": '{"sweep": [{"key": "a", "values": [1, 2]}]}', "theirs/trials.csv": TABLES[kind]})(secret)
+    assert refused("report", "theirs").startswith("error: theirs/trials.csv is not a table that can be read: ")
+
+
+def test_a_folder_whose_name_is_no_text_is_named(secret: Path) -> None:
+    odd = os.fsdecode(b"run-\xff")
+    write_run(Path("theirs") / odd, [0.5] * 10)
+    assert refused("report", "theirs") == r"error: 'theirs/run-\udcff' is not a name in UTF-8; rename it"
+    assert "is not a name in UTF-8" in refused("report", "theirs", "--out", odd)
 
 
 def test_aliases_within_bounds_are_read() -> None:

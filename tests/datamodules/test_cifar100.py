@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from dispatched import Operations
 from programs import start_fork, wait_for_fork
 from stand_ins import Attack, image_arrays, names, serving, trainer_stub
 from torch import Tensor
@@ -27,7 +26,7 @@ from mupscale.datamodules.cifar100 import (
     channel_statistics,
     normalisation_table,
     padded,
-    read,
+    read_images,
     unpack,
 )
 from mupscale.datamodules.resident import joint_batch
@@ -148,17 +147,6 @@ def test_evaluation_sees_the_test_images_as_they_are(folder: str, arrays: Arrays
     assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch in predicted)
 
 
-def test_a_training_batch_is_eight_kernels(folder: str):
-    """Launches are what a batch costs on a GPU, whatever it holds; that none waits for a value is seen on the meta
-    device below.
-    """
-    batches = iter(module(folder).train_dataloader())
-    next(batches)  # which also draws the epoch
-    with Operations() as kernels:
-        next(batches)
-    assert kernels.now.total() <= 8, kernels.now
-
-
 # ---- the published archive
 
 
@@ -251,7 +239,7 @@ def test_an_archive_writes_nothing_outside_of_its_folder(
 
 
 def check_read(folder: Path, arrays: Arrays) -> None:
-    for part, (images, labels) in zip(("train", "test"), read(folder), strict=True):
+    for part, (images, labels) in zip(("train", "test"), read_images(folder), strict=True):
         assert np.array_equal(images, arrays[f"x_{part}"])
         assert images.is_contiguous()
         assert labels.tolist() == arrays[f"y_{part}"].tolist()

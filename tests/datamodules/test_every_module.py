@@ -31,7 +31,7 @@ def copy_jargon(folder: Path) -> None:
 ROWS = {"batch_size": 32, "context": 512}
 MODULES: dict[str, tuple[type[Any], dict[str, Any], Callable[[Path], None], tuple[Any, str]]] = {
     "Covertype": (Covertype, {"batch_size": 1000}, copy_sample, (covertype, "_read")),
-    "CIFAR100": (CIFAR100, {"batch_size": 16}, write_cifar100, (cifar100, "read")),
+    "CIFAR100": (CIFAR100, {"batch_size": 16}, write_cifar100, (cifar100, "read_images")),
     "FineWeb, resident": (FineWeb, {**ROWS, "resident": True}, copy_jargon, (token_files.TokenFolder, "tokens")),
     "FineWeb, mapped": (FineWeb, {**ROWS, "resident": False}, copy_jargon, (token_files.TokenFolder, "tokens")),
 }

@@ -115,6 +115,6 @@ def test_a_wrong_file_is_told_from_a_wrong_download(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match=failed), fetched(tmp_path / "a.gz", "http://there", "md5", "0"):
         pass
     (tmp_path / "a.gz").write_bytes(b"other")
-    refused = rf"^data_dir: {tmp_path}/a.gz is cut short, .*\. Download it again, or delete it and "
+    refused = rf"^data_dir: {tmp_path}/a.gz is cut short, .*\. Delete it, and mupscale downloads it"
     with pytest.raises(UserError, match=refused), fetched(tmp_path / "a.gz", "http://there", "md5", "0"):
         pass

@@ -18,6 +18,7 @@ from training_runs import quiet_trainer
 
 from mupscale.datamodules import resident
 from mupscale.datamodules.resident import ResidentLoader, joint_batch
+from mupscale.errors import UserError
 
 ROWS, BATCH = 26, 4  # six whole batches and two rows over
 
@@ -79,8 +80,8 @@ def test_a_thread_draws_the_next_order_while_an_epoch_is_used(monkeypatch: pytes
     monkeypatch.setattr(resident, "LONG", ROWS)
     monkeypatch.setattr(ResidentLoader, "_draw_plan", note)
     assert [epoch(batches), epoch(batches)] == epochs[:2]
-    batches._plans.ahead.join()
-    assert not batches._plans.ahead.daemon, "a program that ends meanwhile would be aborted"
+    batches._ahead.join()
+    assert not batches._ahead.daemon, "a program that ends meanwhile would be aborted"
     assert drawn == [(0, True), (1, False), (2, False)]
     copied = deepcopy(batches)
     assert epoch(copied) == epoch(batches) == epochs[2]
@@ -94,23 +95,8 @@ def test_a_thread_draws_the_next_order_while_an_epoch_is_used(monkeypatch: pytes
     assert [epoch(alone), epoch(alone)] == epochs[:2]
 
 
-def test_loaders_that_share_plans_draw_those_of_one_order_once(monkeypatch: pytest.MonkeyPatch):
-    """A stack has a hundred of them; another seed has an order of its own."""
-    draw, drawn = ResidentLoader._draw_plan, []
-    monkeypatch.setattr(ResidentLoader, "_draw_plan", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
-    tensors, plans = loader().tensors, {}
-    loaders = [ResidentLoader(tensors, BATCH, shuffle=True, drop_last=True, seed=seed) for seed in (0, 0, 0, 1)]
-    for data in loaders:
-        data.share_plans(plans)
-    batches = [data.batch_at(2, 0).tolist() for data in loaders]
-    joint_batch(loaders, 2, 1)
-    assert drawn == [2, 2]
-    assert batches == [loader(seed=seed).batch_at(2, 0).tolist() for seed in (0, 0, 0, 1)]
-
-
 def test_a_copy_with_other_data_has_another_order():
     first = loader()
-    first.share_plans({})
     copied = deepcopy(first)
     copied.tensors[0].add_(1000)
     assert copied.order != first.order
@@ -162,7 +148,7 @@ def test_all_ranks_together_see_the_batches_of_one(world_size: int, rows: int, d
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"batch_size": 6, "world_size": 4}, "batch_size=6 .* multiple of the 4 ranks"),
+        ({"batch_size": 6, "world_size": 4}, "batch_size=6, .* multiple of the 4 ranks"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 32}, "batch_size=32 leaves no batch of 26 rows"),
         ({"rows": 0, "drop_last": False}, "leaves no batch of 0 rows"),
@@ -219,9 +205,18 @@ def test_a_state_of_another_order_is_refused(other: dict):
     assert epoch(data) == epoch(loader())
 
 
-def test_a_foreign_state_is_refused():
-    with pytest.raises(ValueError, match="rows=None"):
-        loader().load_state_dict({"_num_yielded": 3})
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rows": None}, "rows=None"),
+        ({"position": None}, "the data order in the checkpoint: "),
+        ({"position": 10**30}, "the data order in the checkpoint: "),
+        ({"epoch": "x"}, "the data order in the checkpoint: "),
+    ],
+)
+def test_a_foreign_state_is_refused(change: dict, named: str):
+    with pytest.raises(UserError, match=named):
+        loader().load_state_dict(loader().state_dict() | change)
 
 
 # ---- by position
@@ -257,16 +252,6 @@ def test_by_position_a_rank_gets_its_share(rank: int, batch_size: int):
         return ResidentLoader((PAIRS, NUMBERS), batch_size, shuffle=True, seed=seed, rank=rank, world_size=2)
 
     check_positions(make, follows_seed=True)
-
-
-def test_joint_batches_take_one_operation_a_tensor():
-    together = [ResidentLoader((PAIRS, NUMBERS), BATCH, shuffle=True, seed=seed) for seed in range(5)]
-    joint_batch(together, 0, 0)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        joint_batch(together, 0, 1)
-    copied = [event.key for event in profile.key_averages() for _ in range(event.count)]
-    assert copied.count("aten::index_select") == 2
-    assert not {"aten::copy_", "aten::stack", "aten::cat", "aten::clone"} & set(copied)
 
 
 class Other(ResidentLoader):

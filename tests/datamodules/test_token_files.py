@@ -21,7 +21,7 @@ from token_folders import split_tokens, write_numbered, write_token_file
 
 from mupscale.datamodules import token_files, windows
 from mupscale.datamodules.fineweb import FineWeb
-from mupscale.datamodules.token_files import MappedTokens, TokenFolder, Vocabulary
+from mupscale.datamodules.token_files import MappedTokens, ModelVocabulary, TokenFolder
 from mupscale.datamodules.token_writer import TOKEN
 from mupscale.datamodules.windows import MappedWindows, RandomStarts, ResidentWindows, WindowLoader
 from mupscale.errors import UserError
@@ -435,7 +435,7 @@ def test_a_million_million_tokens_take_no_memory(tmp_path: Path, order: str):
     before = own_memory()
     tokens = MappedTokens([file] * 1000, [(0, 10**9)] * 1000, TOKEN)
     loader = WindowLoader(
-        MappedWindows(tokens, 1025, CPU, Vocabulary("model.vocabulary", 10)), 64, order=order, drop_last=True
+        MappedWindows(tokens, 1025, CPU, ModelVocabulary("model.vocabulary", 10)), 64, order=order, drop_last=True
     )
     assert len(loader) == 10**12 // (64 * 1024)
     for position in (0, 1, len(loader) // 500):

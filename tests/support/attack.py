@@ -40,7 +40,7 @@ from run_ends import END, contents, differences, observed
 from slow_saves import save_in_background
 
 from mupscale import __main__ as command_line
-from mupscale.callbacks import swap
+from mupscale.callbacks import growth_schedule
 from mupscale.commands import cli, resume  # noqa: F401
 from mupscale.models import checkpoint_files
 from mupscale.models.base import Growable
@@ -243,7 +243,7 @@ class Noting(Watch):
 
 def note_steps(watch: Noting) -> None:
     """Makes a point of the moment in which a swap has just been made, and nothing of it is on disk."""
-    widened, training_step = swap.grow, Growable.training_step
+    widened, training_step = growth_schedule.grow, Growable.training_step
 
     def counted(*arguments: Any, **options: Any) -> Any:
         report = widened(*arguments, **options)
@@ -254,7 +254,7 @@ def note_steps(watch: Noting) -> None:
         watch.step = self.trainer.global_step
         return training_step(self, *arguments)
 
-    swap.grow = counted
+    growth_schedule.grow = counted
     Growable.training_step = stepping  # type: ignore[method-assign]
 
 

@@ -1,9 +1,10 @@
-"""Kills what makes an experiment, at random moments: its driver, a worker, or a node of a Ray cluster.
+"""Kills what makes a sweep, at random moments: its driver, a worker, or a node of a Ray cluster.
 
-The results must be those of an undisturbed experiment, bit by bit; no finished run may begin again, and no other run
-before its newest checkpoint.
+The results must be those of an undisturbed sweep, bit by bit; no finished run may begin again, and no other run before
+its newest checkpoint. Runs one after another and in stacks must give one table, up to rounding.
 """
 
+import math
 import os
 import random
 import re
@@ -12,54 +13,63 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
-from paths import ROOT
+from command_line import LR, NOISE, small, upscale
 from program_server import WITHOUT_FIGURES, Server
 from programs import wait_until
 from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
 from run_ends import differences, observed
-from sweeps import process_in, starts
+from sweeps import numbers_of, process_in, starts
 
 IN_A_ROW = {"driver": 4, "worker": 2, "node": 2}
-"""What is killed, and how often in one experiment; the third death of a worker in one run is an error."""
+"""What is killed, and how often in one sweep; the third death of a worker in one job is an error."""
 
-RUNS = 10
-"""Of an experiment."""
+RUNS = 24
+"""Of a sweep: 12 trials with two seeds."""
 
-STEPS, EVERY = 400, 50
+STEPS, EVERY = 60, 10
 """Of a run, and from one of its checkpoints to the next."""
 
 SPAN = 3.0
 """Seconds within which the victim of a kill dies, once it makes a run."""
 
 OUT = Path("o")
-"""The folder of every experiment: its name is in the files that are compared."""
+"""The folder of every sweep: its name is in the files that are compared."""
 
 
 def attack(folder: Path, kind: str, kills: int) -> Iterator[dict[str, Any]]:
-    """Experiments until there are so many kills; every other one trains its runs in stacks."""
+    """Sweeps until there are so many kills; every other one trains its runs in stacks."""
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
     chance = random.Random(f"{kind} {kills}")
-    write_experiment(Path("e.yaml"))
+    logged = {"max_steps": STEPS, "val_check_interval": 6, "precision": "64-true", "enable_progress_bar": False}
+    config = small(Path("c.yaml"), upscale(STEPS // 2, 16), **logged)
     with ExitStack() as contexts:
         more = {**ENVIRONMENT, "INTERRUPTED_IMPORTS": "ray without_figures"} if kind == "node" else {}
         server = contexts.enter_context(Server(folder, **{**WITHOUT_FIGURES, **more}))
         cluster = contexts.enter_context(LocalCluster(folder)) if kind == "node" else None
+        axes = ["--sweep", f"{LR}=0.003,0.01,0.03", "--sweep", f"{NOISE}=0.03,0.1,0.3,1", "--seeds", "0,1"]
+        common = ["sweep", "--config", config, *axes, "--metric", "last_50%", "--out", str(OUT)]
+        common.append(f"--checkpoint.every_n_train_steps={EVERY}")
         undisturbed: dict[str, Path] = {}
         while kills:
-            for stack in ("off", "2"):
-                arguments = ["experiment", "e.yaml", "--out", str(OUT), "--stack", stack]
+            for stack in ("off", "4"):
+                arguments = [*common, "--stack", stack]
                 if stack not in undisturbed:
                     server.run(*arguments)
                     undisturbed[stack] = OUT.rename(f"undisturbed-{stack}")
-                arguments += ["--workers", "2"] if cluster is None else ["--ray", cluster.address]
+                if cluster is not None:
+                    arguments += ["--ray", cluster.address]
+                elif kind == "worker":
+                    arguments += ["--workers", "2"]
                 case = Attack(server, cluster, kind, chance)
                 case.run(arguments, min(kills, IN_A_ROW[kind]))
                 different = case.differences + unlike(OUT, undisturbed[stack])
+                different += unlike_table(OUT, undisturbed["off"])
                 shutil.rmtree(OUT)
                 kills -= len(case.where)
                 yield {"variant": f"{kind}, --stack {stack}", "where": case.where, "differences": different}
@@ -67,19 +77,8 @@ def attack(folder: Path, kind: str, kills: int) -> Iterator[dict[str, Any]]:
                     break
 
 
-def write_experiment(path: Path) -> None:
-    """That of the quickstart, with longer runs of smaller networks."""
-    content = yaml.safe_load((ROOT / "configs/experiments/quickstart.yaml").read_text())
-    first, second = content["config"]
-    second |= {"checkpoint": {"every_n_train_steps": EVERY}, "data": {"init_args": {"batch_size": 50}}}
-    second["trainer"] |= {"max_steps": STEPS, "val_check_interval": STEPS, "enable_model_summary": False}
-    content |= {"config": [str(ROOT / first), second], "small": [8, 16], "target": [16, 32], "metric": "last_100%"}
-    content["sweep_2"] = {"UpscaleCallback.noise.std": [0.1, 0.3]}
-    path.write_text(yaml.safe_dump(content))
-
-
 class Attack:
-    """The kills of one experiment, and what differs at its end."""
+    """The kills of one sweep, and what differs at its end."""
 
     def __init__(self, server: Server, cluster: LocalCluster | None, kind: str, chance: random.Random) -> None:
         self.server, self.cluster, self.kind, self.chance = server, cluster, kind, chance
@@ -140,7 +139,7 @@ class Attack:
 
     def note(self) -> None:
         """Notes what is done."""
-        folders = [path.parent for path in OUT.rglob("log.txt")]
+        folders = [path.parent for path in OUT.rglob("trials/*/config.yaml")]
         for run in folders:
             if (run / "result.json").exists():
                 self.done.setdefault(run, ((run / "result.json").stat().st_mtime_ns, starts(run)))
@@ -185,3 +184,13 @@ def unlike(ours: Path, theirs: Path) -> list[str]:
         if (ours / best.relative_to(theirs)).read_text() != best.read_text():
             found.append(f"{best.relative_to(theirs)} is another one")
     return found
+
+
+def unlike_table(ours: Path, theirs: Path) -> list[str]:
+    """What differs in the tables of two sweeps by more than rounding."""
+    rows = list(zip_longest(numbers_of(ours), numbers_of(theirs), fillvalue=[]))
+    return [
+        f"row {row}: {one} instead of {other}"
+        for row, (one, other) in enumerate(rows)
+        if len(one) != len(other) or not all(map(partial(math.isclose, rel_tol=1e-6), one, other))
+    ]

@@ -7,8 +7,8 @@ from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 
 EXTRAS = {
-    "datasets", "huggingface_hub", "jinja2", "matplotlib", "optuna", "pyarrow", "ray", "safetensors", "sklearn",
-    "tokenizers", "transformers",
+    "datasets", "huggingface_hub", "jinja2", "matplotlib", "optuna", "pandas", "pyarrow", "ray", "safetensors",
+    "sklearn", "tokenizers", "transformers",
 }  # fmt: skip
 """What the extras bring. pillow, pyyaml and tqdm are not among them: torchvision and Lightning need them."""
 

@@ -46,6 +46,6 @@ def main(folder: Path) -> None:
     for name in SETTINGS:
         growth = EXAMPLES[name].growth
         answer[name, "narrow"] = run(name, folder)
-        answer[name, "wide"] = run(name, folder, UpscaleCallback(4, **growth))
+        answer[name, "wide"] = run(name, folder, UpscaleCallback(4, noise=None, **growth))
         answer[name, "noisy"] = run(name, folder, UpscaleCallback(4, noise=noise, **growth))
     torch.save(answer, folder / f"{torch.distributed.get_rank()}.pt")

@@ -25,7 +25,7 @@ from tiny_modules import ADAMW, SGD, gpt2, mlp, rows
 from training_runs import Record, quiet_trainer
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.checkpoints import checked
+from mupscale.commands.checkpoints import load_validated
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
@@ -93,7 +93,7 @@ def fit(
         enable_checkpointing=bool(callbacks),
     )
     if ckpt is not None:
-        checked(ckpt)  # as the commands do, before Lightning reads it
+        load_validated(ckpt)  # as the commands do, before Lightning reads it
     trainer.fit(module, datamodule=Data(module), ckpt_path=ckpt)
     return left_by(trainer, module, record), trainer
 

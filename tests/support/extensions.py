@@ -65,19 +65,13 @@ class OneGroupMLP(UnscaledMLP):
 class TwoOptimizersMLP(MLP):
     """Trains matrices and vectors with two optimizers, the first with a schedule of absolute rates."""
 
-    eta_min = 0.0
-
     def configure_optimizers(self) -> Any:
         assert self.net is not None
         matrices = [parameter for parameter in self.net.parameters() if parameter.ndim > 1]
         vectors = [parameter for parameter in self.net.parameters() if parameter.ndim < 2]
         first = apply_mup(AdamW(matrices, lr=0.01), self.net)
         second = apply_mup(SGD(vectors, lr=0.1, momentum=0.9), self.net)
-        return [first, second], [CosineAnnealingLR(first, 50, eta_min=self.eta_min)]
-
-
-class LeastRateMLP(TwoOptimizersMLP):
-    eta_min = 1e-3
+        return [first, second], [CosineAnnealingLR(first, 50, eta_min=1e-3)]
 
 
 class Even(MLP):

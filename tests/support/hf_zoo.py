@@ -5,8 +5,10 @@
     python tests/support/hf_zoo.py run --named --factor 3
     python tests/support/hf_zoo.py run --all
     python tests/support/hf_zoo.py deepen --all
+    python tests/support/hf_zoo.py images --all
 
-`run` doubles the width and `deepen` the number of layers. Both print one line for each: exact, refused with the
+`run` doubles the width, `deepen` the number of layers, and `images` the width of folders of models that read images or
+sounds beside text, which are compared on both. All print one line for each: exact, refused with the
 reason, WRONG, or BROKEN where something else was raised.
 """
 
@@ -14,13 +16,15 @@ import argparse
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 from zoo_entry import Entry
+from zoo_images import FAMILIES, images_trial
 from zoo_timm import timm_entries
 from zoo_transformers import transformers_entries
-from zoo_trial import depth_trials, trial
+from zoo_trial import Outcome, depth_trials, trial
 
 import mupscale  # noqa: F401  (lets torchvision be imported, which transformers and timm do)
 
@@ -31,6 +35,7 @@ NAMED = [name for name, entry in ENTRIES.items() if entry.named]
 _COMMANDS = {
     "run": "widen in mid-training",
     "deepen": "double the number of layers of models of the transformers library",
+    "images": "widen folders of models of images or sounds beside text",
 }
 
 
@@ -50,10 +55,11 @@ def main(arguments: list[str]) -> int:
         for name in ENTRIES:
             print(name + " *" * (name in NAMED))
         return 0
-    unknown = sorted(set(options.names) - ENTRIES.keys())
+    known = FAMILIES if options.command == "images" else ENTRIES
+    unknown = sorted(set(options.names) - known.keys())
     if unknown:
         parser.error(f"no entry {unknown[0]!r}")
-    names = list(ENTRIES) if options.all else options.names + NAMED * options.named
+    names = list(known) if options.all else options.names + NAMED * options.named
     if options.command == "deepen":
         names = [name for name in names if not name.startswith("timm")]
     torch.set_num_threads(1)
@@ -63,10 +69,14 @@ def main(arguments: list[str]) -> int:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     verdicts: Counter[str] = Counter()
+    widen = partial(trial, factor=options.factor, as_shipped=options.as_shipped)
+    trials: dict[str, Callable[[str], Iterable[Outcome]]] = {
+        "run": lambda name: [widen(ENTRIES[name])],
+        "deepen": lambda name: depth_trials(ENTRIES[name]),
+        "images": lambda name: [images_trial(name, options.factor)],
+    }
     for name in names:
-        entry = ENTRIES[name]
-        widen = partial(trial, entry, options.factor, as_shipped=options.as_shipped)
-        for outcome in depth_trials(entry) if options.command == "deepen" else [widen()]:
+        for outcome in trials[options.command](name):
             verdicts[outcome.verdict] += 1
             print(outcome, flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))

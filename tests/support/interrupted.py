@@ -24,9 +24,14 @@ from programs import start_fork, wait_for_fork
 from torch import Tensor, nn
 
 from mupscale import __main__  # noqa: F401
-from mupscale.commands import cli, resume, sweep  # noqa: F401
-from mupscale.commands.lab import protocols, workers  # noqa: F401
+from mupscale.commands import (  # noqa: F401
+    cli,
+    experiment,
+    resume,
+    sweep,
+)
 from mupscale.commands.lab import sweep as lab_sweep
+from mupscale.commands.lab import workers  # noqa: F401
 from mupscale.models.mlp import MLP, MLPNet
 
 

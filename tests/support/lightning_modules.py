@@ -251,6 +251,27 @@ class WithoutDecay(LightningModule):
         return [optimizer], [{"scheduler": schedules.LambdaLR(optimizer, factors), "interval": "step"}]
 
 
+class Experts(LightningModule):
+    """A mixture of experts, of which each row chooses some."""
+
+    def __init__(self, num_experts: int = 4, top_k: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.router = nn.Linear(6, num_experts)
+        self.up = nn.Parameter(0.3 * torch.randn(num_experts, 6, 12))
+        self.down = nn.Parameter(0.3 * torch.randn(num_experts, 12, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        chances, chosen = self.router(batch[0]).softmax(-1).topk(self.hparams.top_k)
+        units = torch.einsum("bi,bkij->bkj", batch[0], self.up[chosen]).relu()
+        outputs = torch.einsum("bkj,bkjo->bko", units, self.down[chosen])
+        shares = chances / chances.sum(-1, keepdim=True)
+        return F.cross_entropy(torch.einsum("bko,bk->bo", outputs, shares), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
 class Example(NamedTuple):
     make: Any
     growth: dict[str, Any]
@@ -268,6 +289,7 @@ EXAMPLES = {
     "U-Net": Example(UNet, {"hparams": {"channels": 8}}, "images"),
     "manual optimization": Example(ManualAccumulation, {"hparams": {"sizes": (16, 24)}}, "points"),
     "frozen teacher": Example(Distillation, {"hparams": {"student": 16}}, "points"),
+    "experts": Example(Experts, {"hparams": {"num_experts": 8, "top_k": 4}}, "points"),
     "groups without decay": Example(WithoutDecay, {"hparams": {"width": 16}}, "points"),
 }
 

@@ -33,5 +33,5 @@ def losses(run: Path) -> list[float]:
 
 def is_timed(tag: str) -> bool:
     """Whether a clock decides it."""
-    timed = ("upscale/pause_seconds", "widening/pause_seconds")
+    timed = ("growth/pause_seconds", "x_growth/pause_seconds")
     return tag.startswith(("throughput/", "x_throughput/")) or tag in timed

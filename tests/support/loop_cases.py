@@ -168,14 +168,14 @@ CASES = {
         capture=False,
     ),
     # these go through Lightning's own loop
-    "accumulation": Case(settings={"accumulate_grad_batches": 2}, own=50, capture=False),
+    "accumulation": Case(settings={"accumulate_grad_batches": 2}, capture=False),
     "accumulation from the second epoch": Case(
-        callbacks=lambda: [GradientAccumulationScheduler({1: 2})], own=30, capture=False
+        callbacks=lambda: [GradientAccumulationScheduler({1: 2})], capture=False
     ),
-    "a profiler": Case(settings={"profiler": "simple"}, own=25, capture=False),
-    "64-true": Case(partial(mlp, optimizer=SGD), settings={"precision": "64-true"}, own=25, capture=False),
-    "on_train_batch_start": Case(partial(ShortEpochs, 8, 4, 6, 3), settings={"max_steps": 15}, own=18, capture=False),
-    "on_after_batch_transfer": Case(partial(MovedBatches, 8, 4, 6, 3), own=25, capture=False),
-    "manual optimization": Case(ByHand, own=25, warns="ModelCheckpoint with manual optimization", capture=False),
-    "dataloader_iter": Case(TakesIterator, own=25, warns="Here be dragons", capture=False),
+    "a profiler": Case(settings={"profiler": "simple"}, capture=False),
+    "64-true": Case(partial(mlp, optimizer=SGD), settings={"precision": "64-true"}, capture=False),
+    "on_train_batch_start": Case(partial(ShortEpochs, 8, 4, 6, 3), settings={"max_steps": 15}, capture=False),
+    "on_after_batch_transfer": Case(partial(MovedBatches, 8, 4, 6, 3), capture=False),
+    "manual optimization": Case(ByHand, warns="ModelCheckpoint with manual optimization", capture=False),
+    "dataloader_iter": Case(TakesIterator, warns="Here be dragons", capture=False),
 }

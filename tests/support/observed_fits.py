@@ -1,5 +1,6 @@
 """Fits whose every hook, checkpoint and curve is recorded, and comparisons of two of them to the bit."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,8 @@ from tiny_modules import mlp, rows
 from torch import Tensor
 from training_runs import quiet_trainer
 
-from mupscale.callbacks import fast_loop
-from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
+from mupscale.callbacks import captured_steps
+from mupscale.callbacks.captured_steps import CapturedSteps, refuse_capture
 from mupscale.datamodules.resident import ResidentLoader
 
 
@@ -27,7 +28,6 @@ class Case:
     """A fit.
 
     Args:
-        own: How many of its batches go through Lightning's own loop, even with FastLoop.
         warns: What Lightning warns of.
         capture: Whether its steps could be captured on a GPU.
     """
@@ -36,7 +36,6 @@ class Case:
     callbacks: Callable[[], list[Callback]] = list
     settings: dict[str, Any] = field(default_factory=dict)
     loader: Callable[[tuple[Tensor, ...]], Any] | None = None
-    own: int = 0
     warns: str = ""
     capture: bool = True
 
@@ -67,16 +66,18 @@ def fit(case: Case, folder: Path, *callbacks: Callback, ckpt: Path | None = None
 
 
 def capture_on_cpu(patch: pytest.MonkeyPatch, step: type) -> None:
-    """Lets a FastLoop with `cuda_graph` take the CPU for a GPU, and `step` for a captured step."""
-    setup = FastLoop.setup
+    """Lets CapturedSteps take the CPU for a GPU, whatever time blocks need, and `step` for a captured step."""
+    setup = CapturedSteps.setup
 
-    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def on_gpu(self: CapturedSteps, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         setup(self, trainer, pl_module, stage)
-        refuse_capture(trainer)
-        trainer.fit_loop.epoch_loop.cuda_graph = self.cuda_graph
+        if self.cuda_graph and stage == "fit":
+            refuse_capture(trainer)
+            self._steps = captured_steps.Blocks(trainer)
 
-    patch.setattr(fast_loop, "CapturedStep", step)
-    patch.setattr(FastLoop, "setup", on_gpu)
+    patch.setattr(captured_steps, "CapturedStep", step)
+    patch.setattr(captured_steps, "SECONDS", math.inf)
+    patch.setattr(CapturedSteps, "setup", on_gpu)
 
 
 class Hooked(Callback):

@@ -101,7 +101,7 @@ def left_by(trainer: Trainer, module: Growable, record: Record) -> dict[str, Any
 def widen_offline(folder: Path) -> None:
     """Widens the sharded checkpoint before the growth into another one."""
     narrow, wide = (str(folder / f"{name}.ckpt") for name in (f"pre-upscale-{AT}", WIDE))
-    command_line.main(["upscale", narrow, "--width", str(WIDTH), "--out", wide])
+    command_line.main(["upscale", narrow, "--width", str(WIDTH), "--noise", "none", "--out", wide])
 
 
 def launched(processes: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 from training_runs import quiet_trainer
 
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
+from mupscale.models.checkpoint import CHECKPOINT_KEY, growth_metadata
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 from mupscale.models.sharded import ShardWriter
@@ -33,7 +33,7 @@ def save_gpt2(path: Path) -> None:
     module = GPT2(8, layers=1, head_dim=4, vocabulary=11, context=8)
     module.configure_model()
     arguments = {key: value for key, value in module.hparams.items() if not key.startswith("_")}
-    ours = our_part(module, module.net, [])
+    ours = growth_metadata(module, module.net, [])
     torch.save({"state_dict": module.state_dict(), "hyper_parameters": arguments, CHECKPOINT_KEY: ours}, path)
 
 

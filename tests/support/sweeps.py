@@ -1,6 +1,7 @@
 """Sweeps of small configurations, in folders beside each other, and what they leave behind."""
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 from command_line import trials
-from run_ends import differences, observed
+from logged import curves
+from run_ends import differences
 
 from mupscale.__main__ import main
 from mupscale.commands.lab import space, sweep
@@ -47,7 +49,9 @@ def changed(config: str, *, optimizer: dict[str, Any] | None = None, **sections:
 
 
 def starts(run: Path) -> list[int]:
-    """The steps at which a run was begun and resumed."""
+    """The steps at which a run was begun and resumed by itself; none of a run of a stack."""
+    if not (run / "log.txt").exists():
+        return []
     return [int(step) for step in re.findall(r"^step (\d+): \w+, width", (run / "log.txt").read_text(), re.MULTILINE)]
 
 
@@ -71,10 +75,25 @@ def numbers_of(out: Path) -> list[list[float]]:
     return [[float("inf") if value == "diverged" else float(value) for value in row.values()] for row in rows]
 
 
+TAGS = ("train/loss", "train/width", "val/loss", "x_axis_flops/train/loss", "x_axis_samples/val/loss")
+"""The curves that a run has however it was trained."""
+
+
 def unlike(ours: Path, theirs: Path, within: float = 0.0) -> list[str]:
-    """What differs in the finished runs under two folders, in words."""
-    found = []
+    """What differs in the finished runs under two folders, in words: configurations, results, curves."""
+    found: list[str] = []
     for result in sorted(theirs.rglob("result.json")):
         run = result.parent.relative_to(theirs)
-        found += differences(observed(ours / run), observed(theirs / run), str(run), within)
+        found += differences(read_files(ours / run), read_files(theirs / run), str(run), within)
     return found
+
+
+def read_files(run: Path) -> dict[str, Any]:
+    result = json.loads((run / "result.json").read_text())
+    drawn = curves(run)
+    return {
+        "config": (run / "config.yaml").read_text(),
+        "result": {key: value for key, value in result.items() if key not in ("seconds", "growths")},
+        "growths": [{key: value for key, value in each.items() if key != "seconds"} for each in result["growths"]],
+        "curves": {tag: drawn.get(tag) for tag in TAGS},
+    }

@@ -164,17 +164,12 @@ def upscaled(
 def write_sweep(folder: str, axes: dict[str, list[Any]], best: str = "", table: Sequence[str] = ()) -> None:
     """A sweep: its axes, the head of best.yaml, and the lines of trials.csv."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    described = {"sweep": [{"key": key, "values": levels} for key, levels in axes.items()]}
+    described = {"metric": "last_epoch", "sweep": [{"key": key, "values": levels} for key, levels in axes.items()]}
     Path(folder, "sweep.json").write_text(json.dumps(described))
     if best:
         Path(folder, "best.yaml").write_text(f"# {best}\n")
     if table:
         Path(folder, "trials.csv").write_text("\n".join(table) + "\n")
-
-
-def write_experiment(folder: str, **content: Any) -> None:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, "experiment.json").write_text(json.dumps({"command": ["x"], "runs": [], **content}))
 
 
 def epochs(*losses: float, count: int = 10) -> list[float]:
@@ -186,10 +181,10 @@ def accuracy(value: float) -> dict[str, Any]:
     return {"val/accuracy": lambda step: value}
 
 
-def report(*folders: str, out: str = "report") -> tuple[str, dict[str, Any]]:
-    """The page as text, and its summary."""
+def report(*folders: str, out: str = "report") -> str:
+    """The page as text."""
     write_report([Path(folder) for folder in folders or ("runs",)], Path(out))
-    return (Path(out) / "index.html").read_text(), json.loads((Path(out) / "summary.json").read_text())
+    return (Path(out) / "index.html").read_text()
 
 
 class Page(HTMLParser):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo_entry import Entry, in_its_dtype, loss, outputs
 
 import mupscale
-from mupscale.checks.forward_pass import Precision
+from mupscale.checks.precision import Precision
 from mupscale.errors import UserError
 
 WARM_UP = 4
