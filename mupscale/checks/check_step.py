@@ -202,7 +202,7 @@ def _precisions(narrow: nn.Module, wide: nn.Module, optimizers: Sequence[Optimiz
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """As if outside of the caller's modes: with gradients, without TF32 and autocast; generators stay as they are."""
+    """Turns gradients on, TF32 and autocast off, whatever the caller has set, and puts random generators back."""
     before = torch.get_float32_matmul_precision()
     with (
         generators_kept(),
@@ -369,7 +369,7 @@ class _Check:
         rest = [p for p in trained if id(p) not in held]
         self.all_optimizers = [*self.optimizers, *self._plain(rest)]
         self.plain = self._plain(trained)
-        """Their updates are the gradients."""
+        """Optimizers whose updates are the gradients."""
         self.is_large = sum(parameter.numel() for parameter in wide.parameters()) > LARGE
         self.tolerance = StepTolerance()
         self.masks = GradientMasks(plan, self.tolerance)
@@ -561,7 +561,7 @@ class _Check:
         return self.read & {name for name, parameter in self.narrow.named_parameters() if not parameter.requires_grad}
 
     def _untested(self) -> tuple[str, ...]:
-        """Those of them that no tested parameter is alike to, and that outputs do not depend on."""
+        """Growing parameters that the check says nothing about: outputs ignore them, and no similar one was tested."""
         entries, without = self.plan.parameters, self._without_gradient()
         growing = [name for name, entry in entries.items() if entry.grows and not entry.inserted]
         tested = [name for name in growing if name not in without]
@@ -618,7 +618,7 @@ class _Check:
     def _errors(
         found: tuple[list[Tensor], dict[str, Tensor]], wanted: tuple[list[Tensor], dict[str, Tensor]]
     ) -> tuple[float, float]:
-        """Of the outputs, each by its size, and of the gradients, by that of the largest."""
+        """The relative errors of the outputs, each by its size, and of the gradients, by the size of the largest."""
         pairs = zip(found[0], wanted[0], strict=True)
         outputs = max((_error(a.to(b.dtype), b) for a, b in pairs), default=0.0)
         largest = max((size_of(gradient) for gradient in wanted[1].values()), default=0.0)
@@ -630,7 +630,7 @@ class _Check:
         return outputs, max(of_gradients, default=0.0)
 
     def _allow_rounding(self) -> None:
-        """In float32, ten times the distance of a narrow step from the same in float64 is allowed."""
+        """Sets the tolerance in float32: ten times the distance of a narrow step from the same step in float64."""
         step = _CallStep(self)
         low = self._pass_of_narrow(step, as_they_are, torch.float32)
         largest = max((size_of(gradient) for gradient in low[1].values()), default=0.0)

@@ -62,10 +62,10 @@ class Scan:
     name: str
     title: str
     widths: tuple[int, ...]
-    """Those of the networks that were measured; of grown ones, the wide. Or their numbers of layers."""
+    """The widths of the measured networks (of grown ones after the growth), or their numbers of layers."""
     sizes: dict[str, Tensor]
-    """By layer, in the order of the forward pass: [seeds, widths, 1 + steps, 2], the root mean square of its output and
-    of the change of its output since the first, on one batch.
+    """Sizes of each layer, in the order of the forward pass: [seeds, widths, 1 + steps, 2], the root mean square of its
+    output and of the change of its output since the first, on one batch.
     """
 
     def mean(self, layer: str) -> Tensor:
@@ -102,7 +102,7 @@ class CoordCheck:
 
     scans: tuple[Scan, ...]
     layers: dict[str, dict[str, Slopes]] = field(repr=False)
-    """By layer, in the order of the forward pass, and by the name of the scan."""
+    """The slopes of each layer, in the order of the forward pass, by the name of the scan."""
     axis: Axis = "width"
 
     @property
@@ -314,7 +314,7 @@ def _power(slope: float, axis: Axis) -> str:
 
 class _LayerSizes(NamedTuple):
     sizes: list[tuple[float, float]]
-    """After every step, from the start: of the output and of its change."""
+    """The sizes of the output and of its change, at the start and after every step."""
     shapes: list[torch.Size]
 
 

@@ -100,7 +100,7 @@ _LARGER = {
     torch.float64: dict.fromkeys((torch.float32, *_HALF), torch.float64) | {torch.complex64: torch.complex128},
     torch.float32: dict.fromkeys(_HALF, torch.float32),
 }
-"""By the dtype of all computation, what others become."""
+"""What other dtypes become, by the dtype of all computation."""
 
 _METHOD_OF = {torch.float64: torch.Tensor.double, torch.float32: torch.Tensor.float}
 _DTYPE_OF: dict[Any, torch.dtype] = {

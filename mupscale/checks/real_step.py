@@ -41,13 +41,13 @@ class StepTolerance:
     """How far values may be from those expected."""
 
     update: float = 1e-6
-    """Of a parameter, in units of its largest update; of a buffer or optimizer state, in units of its largest entry.
+    """The limit of a parameter, in units of its largest update; of a buffer or state, in units of its largest entry.
     A tenth of it is allowed in units of the largest update of all parameters."""
     rounding: float = 1e-11
-    """In units of the largest entry."""
+    """The size of rounding errors, in units of the largest entry."""
     outputs: float = 1e-9
     vanishing: float = 1e-9
-    """In units of the largest gradient: smaller ones, as of a bias before BatchNorm, are rounding."""
+    """Gradients below this share of the largest one are rounding, such as that of a bias before BatchNorm."""
 
 
 # ---------------------------------------------------------------------------------------------- borrowed, and put back
@@ -177,7 +177,7 @@ class StepWatch(TorchDispatchMode):
         self.is_not_replayed = False
         """Whether an operation drew numbers that could not be replayed, such as a fused dropout."""
         self.difference: Difference | None = None
-        """Where a step of the wide model ended."""
+        """The difference at which a step of the wide model ended."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -263,13 +263,13 @@ class GradientMasks:
     plan: Plan
     tolerance: StepTolerance
     rounding: dict[str, Tensor] = field(default_factory=dict)
-    """Those that vanish in the last step of the narrow model."""
+    """The entries that vanish in the last step of the narrow model."""
     seen: dict[str, Tensor] = field(default_factory=dict)
-    """Those that did not in any step."""
+    """The entries that did not vanish in some step."""
 
     @contextmanager
     def flushed(self, model: nn.Module, optimizers: Sequence[Optimizer], *, is_wide: bool) -> Iterator[None]:
-        """Before each step, after the user's hooks, gradients that vanish by symmetry become 0.
+        """Sets gradients that vanish by symmetry to 0 before each step, after the user's hooks.
 
         An optimizer that normalises would make real steps of their rounding noise.
         """
@@ -359,7 +359,7 @@ class GradientMasks:
 # ------------------------------------------------------------------------------------------------- values after a step
 
 Values = dict[tuple[str, str], Tensor]
-"""By kind (parameter, buffer, a key of optimizer state, a setting of a group) and name."""
+"""Values by their kind (parameter, buffer, a key of optimizer state, a setting of a group) and name."""
 
 _SETTINGS = (*LEARNING_RATES, "eps", "weight_decay", "momentum", "betas")
 
@@ -481,7 +481,7 @@ Stepping = tuple[nn.Module, list[Optimizer]]
 """A model and the optimizers that train it."""
 
 BecomeWide = Callable[[nn.Module, nn.Module, list[Optimizer]], AbstractContextManager[Stepping]]
-"""From a narrow model, a wide one and the narrow optimizers: a context with what takes the wide step."""
+"""Makes, of a narrow model, a wide one and the narrow optimizers, a context with what takes the wide step."""
 
 
 @dataclass

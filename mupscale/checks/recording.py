@@ -230,7 +230,7 @@ def float64_copy(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Mod
 
 
 def copied(name: str, model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Such a copy. Raises a UserError that names the attribute that cannot be copied."""
+    """Returns a float64 copy of the model. Raises a UserError that names the attribute that cannot be copied."""
     try:
         return float64_copy(model, dtype)
     except torch.OutOfMemoryError:
@@ -252,7 +252,7 @@ def copied(name: str, model: nn.Module, dtype: torch.dtype = torch.float64) -> n
 
 
 def _not_copied(model: nn.Module) -> dict[int, Any]:
-    """By identity, what a copy of a model has in place of what cannot be copied.
+    """What a copy of a model has in place of what cannot be copied, by identity.
 
     An activation that a module keeps is part of a graph: the copy has its value. Locks are shared.
     """

@@ -37,7 +37,7 @@ class Difference:
     ratio: float = 1.0
     """What the wide value is multiplied by, where it differs by a factor alone."""
     kind: str = ""
-    """Of a value after the step: parameter, buffer, state or setting."""
+    """The kind of a value after the step: parameter, buffer, state or setting."""
 
     def __str__(self) -> str:
         return self.what

@@ -370,9 +370,9 @@ class ClaimCheck:
     method: str
     claim: Claim
     static: float
-    """Of the losses just after growing."""
+    """The deviation of the losses just after growing."""
     dynamic: float
-    """Of the losses of the steps after it."""
+    """The deviation of the losses of the steps after it."""
 
     @property
     def holds(self) -> bool:

@@ -81,10 +81,10 @@ def _draw(distribution: Callable[..., Tensor], like: Tensor, generator: torch.Ge
 
 
 WEIGHTS: dict[str, Weights] = {"": as_they_are, "with smaller weights": perturb_, "with larger weights": enlarge_}
-"""Those with which steps are compared."""
+"""The weights with which steps are compared."""
 
 IN_EVALUATION: dict[str, Weights] = {"in evaluation mode": perturb_}
-"""Those with which outputs are compared in evaluation mode, too."""
+"""The weights with which outputs are compared in evaluation mode, too."""
 
 SHUFFLED: dict[str, Weights] = {f"with weights shuffled by seed {seed}": partial(shuffle_, seed) for seed in range(4)}
 """Further ones, while gradients of growing parameters are missing."""
