@@ -19,20 +19,20 @@ from mupscale.data_files import META, METADATA, damage_in, data_in, interpreting
 from mupscale.errors import UserError, refuse_unless_whole
 
 RUN = "run.json"
-"""In the folder of a run: a JSON object with the identity of the run (`id`), which its checkpoints have too, and its
+"""A file in the folder of a run: its identity (`id`), which its checkpoints have too, and its
 length (`steps`, `steps_per_epoch`)."""
 
 RESULT = "result.json"
-"""In the folder of a run that has ended: its numbers."""
+"""A file in the folder of a run that has ended: its numbers."""
 
 AT_GROWTH = ("loss_before", "loss_after", "seconds")
 """Numbers of a growth in result.json: the losses of the next batch just before and after it, and its pause."""
 
 CONFIG = "config.yaml"
-"""In the folder of a run: its whole configuration."""
+"""A file in the folder of a run: its whole configuration."""
 
 LOCK = "run.lock"
-"""In a folder that a run writes to: the machine and the number of the process that last wrote. It may be deleted."""
+"""A file in the folder of a run: machine and number of the process that last wrote there. It may be deleted."""
 
 FILES = (CONFIG, RUN, LOCK)
 """What a run writes to its folder before its first step."""
@@ -134,7 +134,7 @@ class Leftovers:
         self._missing: list[Path] = []
 
     def watch(self, folder: Path, names: tuple[str, ...] = ()) -> None:
-        """With `names`, only of these files: other programs may write to the folder."""
+        """Begins to watch a folder, or with `names` only these files: other programs may write to the folder."""
         self._folder, self._names = folder, names
         self._before = self._files()
         self._missing = missing_folders(folder)
@@ -336,7 +336,7 @@ FREE_DATA = ("data_dir", "resident", "num_workers", "pin_memory", "prefetch_fact
 """Arguments of data modules that determine where samples are and how they are read, but not which samples."""
 
 WORKERS = ("num_workers", "persistent_workers")
-"""Those of them on which the random numbers in the processes of a DataLoader depend."""
+"""Those of `FREE_DATA` on which the random numbers in the processes of a DataLoader depend."""
 
 PLACE = ("trainer.logger", "trainer.default_root_dir", "checkpoint.dirpath")
 """Keys that determine the folder of a run; `resume` continues in the same folder."""
@@ -377,7 +377,7 @@ def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -
 
 
 def _refuse_callbacks(there: list[Config], here: list[Config], step: int) -> None:
-    """Those of the run must be there, in their order, but for upscales to come; and no upscale that is too late."""
+    """A resumed run must keep its callbacks in order; only later growths may change."""
     wanted = [callback for callback in there if not _is_to_come(callback, step)]
     given = [callback for callback in here if not _is_to_come(callback, step)]
     for callback in given:

@@ -69,7 +69,7 @@ MISTAKES = (ValueError, OSError, ModuleNotFoundError, MisconfigurationException,
 """The exceptions that mean a mistake in the configuration before the first batch; Lightning's own does at any time."""
 
 PARSERS: dict[str, LightningArgumentParser] = {}
-"""By their commands and texts: to make one takes a third of the time of parsing."""
+"""Parsers by their commands and texts: to make one takes a third of the time of parsing."""
 
 
 class Parser(LightningArgumentParser):

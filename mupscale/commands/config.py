@@ -104,7 +104,7 @@ def put(node: Config, parts: list[str], value: Any) -> None:
 
 
 def option_values(arguments: list[str], *options: str) -> Iterator[tuple[str, str]]:
-    """Those of the options that a command line has, each with its value: `--config FILE`, or `--config=FILE`."""
+    """Yields those of the options that a command line has, each with its value: `--config FILE`, or `--config=FILE`."""
     for before, argument in pairwise(["", *arguments]):
         name, equals, value = argument.partition("=")
         if before in options:

@@ -98,7 +98,7 @@ class Study:
     config: list[str | Config]
     """Files and mappings, later ones override earlier ones."""
     options: tuple[str, ...] = ()
-    """Of `fit`, for every run."""
+    """Options of `fit`, for every run."""
     how: tuple[str, ...] = ()
     """Options of `sweep`: where runs are made."""
     metric: str = "last_epoch"
@@ -240,7 +240,7 @@ def refuse_diverged(swept: Swept) -> None:
 
 
 def checkpoint_of(study: Study, swept: Swept) -> Path:
-    """That of a sweep; while a study is only checked, a name in its place."""
+    """The checkpoint of a sweep; a placeholder while a study is only checked."""
     return Path("base.ckpt") if study.only_checks else swept.checkpoint
 
 

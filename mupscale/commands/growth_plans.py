@@ -22,7 +22,7 @@ from mupscale.widening.plan_text import Plan
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 SAMPLES = 2
-"""Of the batch of a check: in float64, the outputs for a large vocabulary are large."""
+"""How many samples of a batch a check uses: in float64, the outputs for a large vocabulary are large."""
 
 
 def plan_growth(
@@ -104,7 +104,7 @@ class LossBySize:
     def __init__(self, module: Growable) -> None:
         self.module = module
         self._sizes: dict[int, Size] = {}
-        """By the number of parameters: networks are copied to be compared."""
+        """Sizes by the number of parameters, because networks are copied to be compared."""
 
     def network(self, width: Width, layers: Layers | None = None, *, meta: bool = False) -> nn.Module:
         """The network at this size, by default with as many layers as the module."""

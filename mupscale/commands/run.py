@@ -183,7 +183,7 @@ class RunJournal(Callback):
         self.validated_at: int | None = None
         self.trainer: Trainer | None = None
         self.folder: Path | None = None
-        """That of the run, if it has one."""
+        """The folder of the run, if it has one."""
         self.has_begun = self.has_stepped = False
         """Whether the run processes batches, and whether it has processed one."""
         self._writes = False

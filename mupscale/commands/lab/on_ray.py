@@ -184,7 +184,7 @@ def code() -> dict[str, str]:
 
 
 def make_job(site: Site, needs: Resources, pickled: bytes) -> "Results":
-    """In a process of Ray: makes a job."""
+    """Makes a job, in a process of Ray."""
     refuse_node(site)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as mupscale.__main__ does, before torch is loaded
     job = pickle.loads(pickled)

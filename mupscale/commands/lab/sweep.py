@@ -58,13 +58,13 @@ if TYPE_CHECKING:
     from optuna import Study
 
 TPE_ROUNDS = 10
-"""In how many rounds a TPE draws its points: those of a round may be trained together, without each other's ends."""
+"""The number of rounds in which a TPE draws its points: those of a round may be trained together."""
 
 MOST_POINTS = 60
-"""Of a training curve: each is the mean of several steps."""
+"""The most points of a training curve: each is the mean of several steps."""
 
 MOST_LINES = 12
-"""In the figure of training curves; of more trials, some are left out."""
+"""The most lines in the figure of training curves; of more trials, some are left out."""
 
 
 class Sweep:

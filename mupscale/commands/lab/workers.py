@@ -81,7 +81,7 @@ def workers(slots: int, gpus: list[str]) -> Iterator[Workers]:
 
 
 def begin(driver: Connection, gpu: str | None, threads: int) -> None:
-    """In a worker: takes its GPU and its threads, and ends once the driver has ended."""
+    """Prepares a worker: it takes its GPU and its threads, and ends once the driver has ended."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     import torch

@@ -31,7 +31,7 @@ from mupscale.text_tables import read_csv
 __all__ = ["load_curves", "load_runs", "write_report"]
 
 GENERATOR = '<meta name="generator" content="mupscale report">'
-"""In the head of every page, as the template has it."""
+"""The line in the head of every page, as the template has it."""
 
 POINTS = 600
 """The most points that a line is drawn with: more than a screen shows."""
@@ -181,7 +181,7 @@ def render_page(**content: Any) -> str:
 
 
 def read_pictures(folder: Path, *names: str) -> list[Picture]:
-    """Those of the pictures with these names that are in a folder."""
+    """The pictures with these names, as far as a folder has them."""
     return [picture(path, path.stem) for name in names if (path := folder / f"{name}.png").is_file()]
 
 

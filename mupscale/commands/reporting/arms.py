@@ -12,7 +12,7 @@ from mupscale.errors import UserError
 
 Role = Literal["upscaled", "scratch", "base", "other"]
 NAMES: dict[Role, str] = {"upscaled": "upscaled", "scratch": "from scratch", "base": "base"}
-"""In the order of the arms. The first arm of each has its place in the palette; those of the others follow."""
+"""Roles in the order of the arms. The first arm of each role has the role's colour; the other arms get later ones."""
 
 PLACES: dict[Role, int] = {role: place for place, role in enumerate(NAMES)}
 
@@ -36,7 +36,7 @@ class Arm:
     role: Role = "other"
     name: str = ""
     place: int = 0
-    """In the palette of the figures."""
+    """The place of its colour in the palette of the figures."""
 
     @property
     def not_diverged(self) -> list[LoggedRun]:

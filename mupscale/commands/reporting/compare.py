@@ -37,7 +37,7 @@ class ArmDifference(NamedTuple):
 
     seeds: list[Any]
     mean: float
-    """Of the differences of the seeds; of the means of the arms if they have no common seed."""
+    """The mean difference over common seeds; the difference of the means if there are none."""
     low: float
     high: float
     """The interval; infinite with one seed."""

@@ -19,7 +19,7 @@ class SweepFolder:
         except (OSError, ValueError, KeyError, TypeError):
             self.is_tuning = False
         self.rows = read_csv(folder / "trials.csv")
-        """Those of its table, one for each finished trial."""
+        """The rows of its table, one for each finished trial."""
 
     @property
     def trials(self) -> list[Path]:

@@ -50,7 +50,7 @@ class Comparison:
     """The compute at which both are compared, the base model's included: the mean over seeds of the smaller total."""
     ours: Losses
     theirs: Losses
-    """At equal compute, by seed."""
+    """The reference's losses at equal compute, by seed."""
     equal: ArmDifference
     final: ArmDifference
     reached: dict[Any, float]
@@ -145,7 +145,7 @@ class Results:
 
     @property
     def tuning_flops(self) -> float:
-        """Those of all sweeps; NaN if one is not known, 0 if there are none."""
+        """The FLOPs of all sweeps; NaN if one is not known, 0 if there are none."""
         return sum(LoggedRun(folder).flops for sweep in self.found.sweeps for folder in sweep.trials)
 
     @property
