@@ -37,7 +37,7 @@ _SMALL_HEADS = (8, 10, 12, 16, 20, 24, 32, 40, 64)
 _VOCABULARIES = (61, 67, 71, 73, 79, 83, 89, 97)  # primes: no size is equal to them, nor any multiple of one
 _LAYERS = 2
 _PATCH, _SIDE = 4, 4
-"""Of an image: pixels along the side of a patch, and patches along the side of the image."""
+"""Sizes of an image: pixels along the side of a patch, and patches along the side of the image."""
 _STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
 _TOKEN = re.compile(r"(.*_)?token_(ids?|index)|.*_(bos|eos|pad)_id|(begin_)?suppress_tokens|(tag|subs)_pad_id")
 _CAPS = {

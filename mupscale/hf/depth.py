@@ -31,7 +31,7 @@ Counts = int | Mapping[str, int]
 """How many layers there will be; where a model has several numbers of layers, by the field of its configuration."""
 
 MOST_PARAMETERS = 100_000_000
-"""Of a model that is itself run to find how it grows, if there is no small one of its family."""
+"""The largest model that is itself run to find how it grows, if there is no small one of its family."""
 
 FINDING = "finding how the model becomes deeper"
 
@@ -41,10 +41,10 @@ class Deepening:
     """How one number of layers of a configuration grows."""
 
     field: str
-    """Its path, such as `text_config.num_hidden_layers`."""
+    """The path of the field, such as `text_config.num_hidden_layers`."""
     lists: tuple[str, ...]
     sources: tuple[int, ...]
-    """For each layer of the deep model, the number of a layer of the shallow one."""
+    """The number of the shallow layer that each layer of the deep model comes from."""
     how: How
     others: tuple[str, ...]
     """All numbers of layers in the configuration."""

@@ -39,7 +39,7 @@ LOSS = "router_aux_loss_coef"
 SCALING = "routed_scaling_factor"
 
 ROUTER_STD = 1e-4
-"""Of a new router: bit-exact in bfloat16, where 0.02 is not. With 0 the same k experts would get all tokens."""
+"""The std of a new router: bit-exact in bfloat16, where 0.02 is not. With 0 the same k experts would get all tokens."""
 
 MIXTURES = {
     "llama": "mixtral", "mistral": "mixtral", "ministral": "mixtral", "qwen2": "qwen2_moe", "seed_oss": "qwen2_moe",
@@ -76,7 +76,7 @@ class Mixture:
     model: PreTrainedModel
     optimizer: Optimizer | None
     new_parameters: tuple[str, ...]
-    """Those that are no copies: routers, and experts that add nothing yet."""
+    """Parameters that are no copies: routers, and experts that add nothing yet."""
     check: str
 
 

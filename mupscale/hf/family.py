@@ -39,7 +39,7 @@ CHECKING = "checking it on a saved model and on a larger one"
 
 
 class CannotShrink(UserError):
-    """There is no small model of a family, or it does not run."""
+    """A family has no small model, or it does not run."""
 
 
 RELOADED = 1e-6
@@ -149,7 +149,7 @@ def _cuts_of(narrow: Any, wide: Any, call: Call) -> list[PairedCut]:
 
 
 def field_factors(config: PretrainedConfig, wide: PretrainedConfig) -> dict[str, Fraction]:
-    """By what each field grows, by its path, as `wide_config` takes it."""
+    """The factor of each field, by its path, as `wide_config` takes it."""
     answer: dict[str, Fraction] = {}
     targets = dict(parts(wide))
     for path, part in parts(config):

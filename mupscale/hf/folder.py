@@ -180,7 +180,7 @@ class ModelFolder:
     settings: dict[str, Any]
     model_class: "type[PreTrainedModel]"
     tensors: dict[str, StoredTensor]
-    """By name, in the order of the files."""
+    """The tensors by name, in the order of the files."""
 
     @property
     def size(self) -> int:
@@ -201,7 +201,7 @@ class ModelFolder:
         return is_plain and path.is_file() and path.stat().st_size <= SMALL
 
     def subfolders(self) -> tuple[list[Path], list[Path]]:
-        """Those that travel with all of their files, and those that stay behind: they hold weights, code or links."""
+        """The subfolders that are copied, and those that are not, because they hold weights, code or links."""
         found = [path for path in sorted(self.path.iterdir()) if path.is_dir() and not path.name.startswith(".")]
         travels = {path: not path.is_symlink() and all(map(self._travels, path.rglob("*"))) for path in found}
         return [path for path in found if travels[path]], [path for path in found if not travels[path]]

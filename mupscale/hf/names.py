@@ -31,7 +31,7 @@ class GrowingTensor:
     """A tensor of a folder, and how it grows."""
 
     name: str
-    """Its name in the new folder, which differs from that of its source by the number of its layer at most."""
+    """The name in the new folder, which differs from that of its source by the number of its layer at most."""
     source: StoredTensor
     entry: Growth
     parameter: str | None
@@ -43,7 +43,7 @@ class GrowingTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the new tensor."""
+        """The shape of the new tensor."""
         return self.entry.wide_shape
 
 
@@ -69,7 +69,7 @@ class Part:
     is_whole: bool = False
 
     def first(self, shape: Sequence[int]) -> int:
-        """Where it begins among the entries of a parameter of this shape; those of a tensor follow each other."""
+        """The first entry of the tensor in a parameter of this shape; its entries follow each other."""
         return sum(start * math.prod(shape[axis + 1 :]) for axis, start in enumerate(self.starts))
 
 
@@ -146,7 +146,7 @@ def _all_tensors(model: "PreTrainedModel") -> dict[str, Any]:
 
 
 class _Renaming:
-    """By which names a model knows the tensors of its folders, as transformers would load them."""
+    """The names in a model of the tensors of its folders, as transformers would load them."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

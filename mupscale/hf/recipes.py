@@ -24,9 +24,9 @@ class CopyNoise(NamedTuple):
     """Noise on one of several copies, which cancels in their sum."""
 
     level: float
-    """In units of the standard deviation of what is copied."""
+    """The size of the noise, in units of the standard deviation of what is copied."""
     key: str
-    """Which draw: the copies of one original share it."""
+    """The seed of the draw, which the copies of one original share."""
     copies: int
     number: int
 
@@ -71,7 +71,7 @@ class EntryRun:
         return replace(self, start=start, count=(last - first) // self.length)
 
     def entries(self, read: Callable[["EntryRun"], Tensor]) -> Tensor:
-        """Its entries, on one axis; `read` gives those of the old tensor."""
+        """The entries of the run, on one axis; `read` gives those of the old tensor."""
         if self.values is not None:
             return self.values.expand(self.count, self.length).reshape(-1)
         found = read(self)

@@ -24,7 +24,7 @@ from mupscale.hf.recipes import EntryRun, Recipe, continued, copy_of, named_tens
 NewRows = Literal["rare", "mean", "subwords"]
 
 RARE_SHARE = 1 / 64
-"""Of the old tokens, those whose mean new rows become: the least seen ones."""
+"""The share of old tokens, the least seen ones, whose mean new rows become."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ Rows = Callable[[str, int, int], Tensor]
 """Reads the rows of a table from one number to another."""
 
 CHUNK_ROWS = 256
-"""Of a table, that are summed at once."""
+"""How many rows of a table are summed at once."""
 
 
 class VocabularyGrowth:

@@ -59,7 +59,7 @@ from mupscale.widening.hints import some_names
 from mupscale.widening.plan_text import Plan
 
 CHUNK_BYTES = 2 * 2**20
-"""Of a wide tensor, computed and written at once: it stays in a core's cache, so that writing takes half as long."""
+"""Bytes of a wide tensor computed and written at once: they stay in a core's cache, which halves the time."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were written or checked since the last call."""
@@ -245,10 +245,10 @@ def refuse_unlike_twins(tensors: Sequence[GrowingTensor]) -> None:
 
 
 MOST_SHARD_BYTES = 5 * 10**9
-"""Of a file of weights, as transformers splits them."""
+"""The largest file of weights, as transformers splits them."""
 
 SPARE_BYTES = 16 * 2**20
-"""For folders, file systems' own records, and what else is written beside the weights."""
+"""Room for folders, file systems' own records, and what else is written beside the weights."""
 
 HEADROOM = 1.5
 """Memory that loading two models needs, in units of their weights in float32."""
