@@ -23,7 +23,7 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 
 
 def memory_format(name: str) -> torch.memory_format:
-    """By its name, such as `torch.contiguous_format`."""
+    """Returns the memory format of this name, such as `torch.contiguous_format`."""
     answer = getattr(torch, name.removeprefix("torch."))
     assert isinstance(answer, torch.memory_format)
     return answer

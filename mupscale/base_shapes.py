@@ -127,7 +127,7 @@ def _width_axes(base: nn.Module, delta: nn.Module) -> dict[str, tuple[bool, ...]
 
 
 def _branch_multipliers(model: nn.Module) -> dict[str, float]:
-    """Of the parameters in modules that declare what their residual branches are multiplied by, by name."""
+    """The branch multipliers that modules declare, by the names of their parameters."""
     answer: dict[str, float] = {}
     for prefix, module in model.named_modules():
         multiplier = getattr(module, BRANCH_MULTIPLIER, None)

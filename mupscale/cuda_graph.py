@@ -104,7 +104,7 @@ def _count_on_device(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _capturable(optimizer: Optimizer, rates: Tensor) -> Iterator[None]:
-    """While it lasts, the optimizer reads its learning rates from memory on the device, and may be captured."""
+    """Makes the optimizer read its learning rates from memory on the device, so that its step may be captured."""
     before = [
         {key: value for key, value in group.items() if key in ("lr", "capturable")} for group in optimizer.param_groups
     ]

@@ -46,7 +46,7 @@ def _decimal_loader() -> Any:
 
 
 DECIMAL = _decimal_loader()
-"""For lists of numbers that people write. In YAML 1.1 1e-3 is a text, 1:30 is 90 (to the base 60), and 010 is 8."""
+"""Reads numbers as people write them. In YAML 1.1 1e-3 is a text, 1:30 is 90 (to the base 60), and 010 is 8."""
 
 
 def yaml_of(text: str, loader_class: Any = LOADER) -> Any:

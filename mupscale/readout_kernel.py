@@ -21,7 +21,7 @@ WHOLE_ROW, BLOCK = 65536, 8192
 """Up to so many logits a row stays in registers; longer rows are read in blocks."""
 
 WARPS = 16
-"""For a row in blocks. A row in registers has one for each 1,024 logits, up to as many as there can be."""
+"""Warps for a row in blocks. A row in registers has one for each 1,024 logits, up to as many as there can be."""
 
 
 @triton.jit

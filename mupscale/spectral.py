@@ -36,7 +36,7 @@ def spectral_norms(matrices: Tensor, rtol: float = 1e-4) -> Tensor:
 
 
 def _gram_norms(a: Tensor) -> Tensor:
-    """Only the small singular values of a Gram matrix lose digits, not the largest."""
+    """Norms from Gram matrices, which lose digits of small singular values only, not of the largest."""
     gram = _finite(torch.bmm(a.mT, a).cpu().double())
     return torch.linalg.eigvalsh(gram)[:, -1].clamp(min=0).sqrt()
 

@@ -17,7 +17,7 @@ from mupscale.widening.hints import Use
 from mupscale.widening.table import Side
 
 _MOST_PAIRED = 24
-"""Of the changes of layouts, those that are tried together with another change."""
+"""How many changes of layouts are tried together with another change."""
 
 
 class Change(NamedTuple):
@@ -25,9 +25,9 @@ class Change(NamedTuple):
 
     words: str
     method: Callable[..., None]
-    """Of `Hypothesis`: `choose`, `turn` or `scale`."""
+    """A method of `Hypothesis`: `choose`, `turn` or `scale`."""
     arguments: tuple[Any, ...]
-    """Of the method; the first has the names of the tensors that it changes."""
+    """The arguments of the method; the first has the names of the tensors that it changes."""
 
     def names(self) -> Collection[str]:
         """The tensors that it changes."""

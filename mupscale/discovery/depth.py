@@ -31,7 +31,7 @@ IDENTITY = 1e-12
 """By how much the output of a layer may differ from its input, in units of the largest input."""
 
 LARGEST_GRADIENT = 10.0
-"""Of a neutral parameter, in units of its gradient before. A norm behind a branch of zeros makes it hundreds."""
+"""The largest gradient of a neutral parameter, relative to before. A branch of zeros behind a norm has hundreds."""
 
 _ALTERNATIVES = 'Grow with depth="interleave" or depth="stack", which change the function'
 
@@ -244,7 +244,7 @@ def _neutral_parameters(layer: _Layer) -> dict[str, float]:
 
 
 def _ends(layer: _Layer, values: Mapping[str, float]) -> dict[str, float] | None:
-    """Of values in the order of their last use, those with which alone the layer is the identity; None without any."""
+    """Returns the fewest last-used values that alone make the layer the identity, or None."""
     neutral: dict[str, float] = {}
     for name in reversed(list(values)):
         if layer.is_identity(neutral):

@@ -46,7 +46,7 @@ class Found(Hints):
     passes: int = 0
     """The number of forward passes of the wide model that the search took."""
     shapes: dict[str, tuple[Shape, Shape]] = field(default_factory=dict, repr=False)
-    """Of every parameter and buffer in the narrow and in the wide model."""
+    """The shapes of every parameter and buffer in the narrow and in the wide model."""
     cuts: tuple[PairedCut, ...] = field(default=(), repr=False)
     """Where the models cut their axes into sections."""
     untested: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ class _Resolution:
         for name in given.shapes:
             self.alike.setdefault(starred(name), []).append(name)
         self.models = dict(self._models())
-        """For each parameter, the one of the smaller model that it grows like."""
+        """The parameter of the smaller model that each parameter grows like."""
         self.widths = self._widths()
 
     def found(self) -> Found:

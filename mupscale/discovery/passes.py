@@ -34,7 +34,7 @@ _SPLITS: tuple[Callable[..., Any], ...] = (
     Tensor.split_with_sizes,
 )
 _MOST_LAYOUTS = 24
-"""Of one axis."""
+"""How many layouts of one axis are tried."""
 
 
 def cuts_of(func: Callable[..., Any], args: Sequence[Any], result: Any) -> Iterator[Cut]:
@@ -126,7 +126,7 @@ class Recording:
         self.made: list[list[Tensor]] = [[]]
         """What operations have made before each event."""
         self.cuts: list[Cut] = []
-        """Into which sections the model cuts axes."""
+        """The sections into which the model cuts axes."""
         with state_kept(model.modules()):
             outputs = _run(model, call, self._note, self._ran)
             self._note("", "returns", outputs)

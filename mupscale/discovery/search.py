@@ -180,7 +180,7 @@ class Search:
         return tuple(name for name, use in uses.items() if use.growing and starred(name) not in tested)
 
     def without_effect(self) -> tuple[str, ...]:
-        """Those of them on which the outputs do not depend: of these, everything may be wrong."""
+        """Growing parameters that neither have a gradient nor change the outputs: their growth was not tested."""
         alike: dict[str, list[str]] = {}
         for name in self.without_gradient():
             alike.setdefault(starred(name), []).append(name)

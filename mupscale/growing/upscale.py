@@ -32,7 +32,7 @@ OnMismatch = Literal["discover", "error", "note"]
 
 
 MOST_PARAMETERS = 20_000_000
-"""Of a wide model for which `discover` is tried: it runs the model up to 1500 times."""
+"""The largest wide model for which `discover` is tried: it runs the model up to 1500 times."""
 
 _has_warned = False
 
@@ -147,7 +147,7 @@ def upscale(
 
 
 def _that_can_step(optimizers: list[Optimizer], *, given: bool) -> list[Optimizer]:
-    """Those that the check steps with: where a wide optimizer is given, the class may not be one to be built anew."""
+    """The optimizers that the check steps with; none if a wide one is `given` and the class cannot be built anew."""
     for optimizer in optimizers if given else ():
         try:
             inspect.signature(type(optimizer)).bind([], **settings_of(optimizer))

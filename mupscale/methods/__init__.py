@@ -21,4 +21,4 @@ METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "shrink-and-pad": ShrinkAndPad,
     "zero-padding": ZeroPadding,
 }
-"""With their default settings, by the names of the command line."""
+"""Methods with their default settings, by their names on the command line."""

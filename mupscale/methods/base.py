@@ -33,7 +33,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 """The loss of a model on a batch."""
 
 Gradients = Mapping[str, Tensor]
-"""Of the wide model just after growing, by name."""
+"""Gradients of the wide model just after growing, by name."""
 
 
 class Claim(NamedTuple):

@@ -18,7 +18,7 @@ from mupscale.widening.plan import refuse_uneven_shift
 from mupscale.widening.plan_text import Plan
 
 AxisGroups = Mapping[str, Mapping[str, int]]
-"""For each group of units, the axis of every parameter (by name pattern) that produces or reads them."""
+"""The axis of every parameter (by name pattern) that produces or reads the units of a group."""
 
 
 class UnitGroup(NamedTuple):
@@ -26,14 +26,14 @@ class UnitGroup(NamedTuple):
 
     name: str
     copies: tuple[int, ...]
-    """Of each unit; equal ones where the units grow by a whole factor."""
+    """The number of copies of each unit; equal ones where the units grow by a whole factor."""
     axes: dict[str, tuple[int, int]]
     """The axis of each parameter, and the length of a unit on it. An axis may hold the units several times over, as the
     three sections of a fused QKV do."""
 
     @property
     def units(self) -> int:
-        """In the narrow model."""
+        """The number of units in the narrow model."""
         return len(self.copies)
 
     @property

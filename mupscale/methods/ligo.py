@@ -20,7 +20,7 @@ from mupscale.widening.plan_text import Plan
 from mupscale.widening.write import own_buffers
 
 Maps = dict[str, dict[str, Tensor]]
-"""By group: `out`, what the new units produce, and `in`, how they are consumed; wide units × narrow units."""
+"""The maps of each group: `out`, what new units produce, and `in`, how they are consumed; wide × narrow units."""
 
 _JITTER = 0.1
 """How far `inn` starts from the equal split, relative to it; without it copies would stay equal for ever."""
@@ -67,7 +67,7 @@ class LiGO(GrowthMethod):
         self.seed = seed
         self.groups = groups
         self.losses: list[float] = []
-        """Of every step of the last fit."""
+        """The losses of all steps of the last fit."""
         self._axes: dict[str, dict[int, tuple[UnitGroup, int]]] = {}
         """The group of each mapped axis, by parameter, and the length of a unit on it."""
         self._maps: Maps = {}

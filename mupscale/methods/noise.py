@@ -280,7 +280,7 @@ class RecordedNoise(Noise):
         return False
 
     def _recorded(self, entry: Growth) -> float | list[Any]:
-        """Of its own name, or that of the layer it comes from: noise may be recorded with fewer layers."""
+        """The constant of the parameter, or of the layer it comes from: noise may be recorded with fewer layers."""
         names = entry.inside(entry.name), entry.inside(entry.origin)
         return next(self.constants[name] for name in names if name in self.constants)
 

@@ -14,7 +14,7 @@ from mupscale.widening.stepping import Record, records_of
 from mupscale.widening.table import Side
 
 Around = dict[str, Tensor]
-"""For one weight, each with an axis for the models: which entries are new copies, for each birth ("new"), which models
+"""Tensors for one weight, each with an axis for the models: the new copies of each birth ("new"), which models
 see it in other units ("mixed"), and what these are ("inward", "outward", "shift"). Empty for most weights."""
 
 

@@ -94,7 +94,7 @@ def _shifted(state: Tensor, by: int, bits: int) -> Tensor:
 def _dropout(
     kept: Kept, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, axes: int | None = None
 ) -> Tensor:
-    """As torch's, `axes` first axes of which are dropped one by one; those after them as a whole."""
+    """Torch's dropout, which drops the first `axes` axes one by one, and those after them as a whole."""
     if not 0 <= p <= 1:
         raise UserError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
@@ -160,7 +160,7 @@ def _unflattened(tensor: Tensor, dim: int, sizes: Iterable[int]) -> Tensor:
 
 
 def batch_norm(*arguments: Any, **options: Any) -> Tensor:
-    """Without cuDNN, whose kernel asks for a memory format that a mapped tensor does not have."""
+    """Normalises without cuDNN, whose kernel asks for a memory format that a mapped tensor does not have."""
     if torch.compiler.is_compiling():  # there it is made of operations that can be mapped
         return F.batch_norm(*arguments, **options)
     with torch.backends.cudnn.flags(enabled=False):  # the argument of torch.batch_norm does not reach the choice

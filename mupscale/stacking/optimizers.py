@@ -332,7 +332,7 @@ KINDS: dict[type[Optimizer], type[StackedOptimizer]] = {
     torch.optim.Adam: StackedAdam,
     torch.optim.AdamW: StackedAdam,
 }
-"""Whose steps can be taken together. Of a class itself: a subclass may do other things."""
+"""Classes whose steps can be taken together; not their subclasses, which may do other things."""
 
 
 def stacked_kind(kind: type[Optimizer]) -> type[StackedOptimizer]:

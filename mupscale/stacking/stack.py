@@ -33,7 +33,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which losses are computed, such as one of `torch.autocast`."""
 
 MaxNorm = Tensor | float | None
-"""To what gradients are clipped: a number, or one for each model; None if they are not."""
+"""The norm that gradients are clipped to: a number, or one for each model; None if they are not."""
 
 Scoring = Callable[[nn.Module, Any], dict[str, Tensor]]
 """What is measured of a model on a batch, by name."""

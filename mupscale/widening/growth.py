@@ -137,7 +137,7 @@ def wide_length(layout: Layout) -> int:
 
 
 def sizes_of(layout: Layout) -> tuple[int, int]:
-    """Of the axis in the narrow and in the wide model."""
+    """The sizes of the axis in the narrow and in the wide model."""
     return narrow_length(layout), wide_length(layout)
 
 
@@ -303,7 +303,7 @@ class Resized:
     """A tensor of both models."""
 
     names: tuple[str, ...]
-    """Its name, and the further names of a tied parameter."""
+    """The name of the tensor, and the further names of a tied parameter."""
     narrow_shape: tuple[int, ...]
     wide_shape: tuple[int, ...]
 
@@ -313,7 +313,7 @@ class Resized:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Of every axis, in the narrow and in the wide model."""
+        """The sizes of every axis, in the narrow and in the wide model."""
         return list(zip(self.narrow_shape, self.wide_shape, strict=True))
 
     @property
@@ -351,7 +351,7 @@ class Growth(Resized):
     kept: bool = False
     """The wide model keeps its own values: of a buffer that is not saved, of a random layer."""
     source: str = ""
-    """Its name in the narrow model, of what belongs to a list of layers that becomes longer."""
+    """The name in the narrow model of a tensor in a list of layers that becomes longer; else empty."""
     inserted: Literal["copy", "identity", "random"] | None = None
     """How its layer was made, if it is new."""
     fill: float | None = None
@@ -368,7 +368,7 @@ class Growth(Resized):
 
     @property
     def origin(self) -> str:
-        """Its name in the narrow model."""
+        """The name of the tensor in the narrow model."""
         return self.source or self.name
 
     @property
@@ -391,7 +391,7 @@ class Growth(Resized):
 
     @cached_property
     def scale(self) -> Scale:
-        """Of the whole tensor, which rates and state follow; entries of unequal copies differ from it by `entries`."""
+        """The scale of the whole tensor, which rates and state follow; unequal copies differ from it by `entries`."""
         scales = (table.scale_of_axis(axis.side, axis.reference, axis.reference) for axis in self.axes)
         return table.deeper(table.rescaled(table.product(scales), self.rescale), self.branch, self.layers)
 

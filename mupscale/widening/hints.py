@@ -230,7 +230,7 @@ def _known_width_axes(model: nn.Module) -> dict[str, tuple[bool, ...]]:
 
 
 Blocks = dict[int, LayoutSpec]
-"""By axis: the length of the blocks that are repeated as wholes, or pieces (length, block, factor)."""
+"""The length of the blocks of each axis that are repeated as wholes, or pieces (length, block, factor)."""
 
 Rescale = float | tuple[float, float]
 """s, by which a weight w is multiplied, or (s, c) if it acts as c + w, as a gain 1 + w does: then c + w is multiplied.

@@ -33,9 +33,9 @@ class Layer(NamedTuple):
     """One layer of a deep model."""
 
     key: str
-    """Its name in its list."""
+    """The name of the layer in its list."""
     source: str
-    """That of the shallow layer it comes from."""
+    """The name of the shallow layer it comes from."""
     how: Literal["kept"] | NewLayer
     """The first layer that comes from a shallow one is `kept`; the others are new."""
 
@@ -50,7 +50,7 @@ class Layer(NamedTuple):
 
 
 Layers = dict[str, tuple[Layer, ...]]
-"""By the name of the layer list."""
+"""The layers of a deep model, by the name of their list."""
 
 
 def refuse_unknown_depth(depth: Any) -> None:

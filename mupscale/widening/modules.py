@@ -127,7 +127,7 @@ def group_count(module: nn.Module) -> int:
 
 
 def channels_of_a_group(module: nn.Module) -> int:
-    """Of a GroupNorm."""
+    """How many channels a group of a GroupNorm has."""
     assert isinstance(module, nn.GroupNorm)
     return module.num_channels // module.num_groups
 
@@ -260,7 +260,7 @@ class WeightNorm(NamedTuple):
 
     layer: str
     attribute: str
-    """Of the weight."""
+    """The name of the weight in the layer."""
     gain: str
     """The full name of g."""
     direction: str

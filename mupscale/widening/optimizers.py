@@ -38,7 +38,7 @@ class OptimizerRule:
     degree: int
     """m: 1 for SGD, 0 for the Adam family."""
     state: Mapping[str, int] = field(default_factory=dict)
-    """For each state tensor of the parameter's shape, the power of the gradient it holds."""
+    """The power of the gradient that each state tensor of the parameter's shape holds."""
     decoupled_weight_decay: bool | None = None
     """None means: as `decoupled_weight_decay` in each parameter group says, and False if it is not there."""
     scaling: Callable[[Group, Sized], Scaling] | None = None

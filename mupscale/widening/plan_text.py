@@ -127,7 +127,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 _MANY_PIECES = 6
-"""Of an axis, more of which are only counted in the printed plan."""
+"""An axis with more pieces shows only their number in the printed plan."""
 
 
 def _layout_text(entry: Growth) -> str:

@@ -38,7 +38,7 @@ from mupscale.widening.optimizers import Group, OptimizerRule, rule_of
 from mupscale.widening.table import NOTHING, Scale, Side
 
 Rows = tuple[tuple[int, tuple[float, ...]], ...]
-"""Of some axes: a number for each entry of the axis."""
+"""Some axes, each with a number for every entry."""
 
 Rewarm = tuple[tuple[float, int], ...]
 """(birth, steps) for each growth."""
@@ -46,7 +46,7 @@ Rewarm = tuple[tuple[float, int], ...]
 
 @dataclass(frozen=True)
 class Record:
-    """Of one parameter."""
+    """What optimizers must know of one parameter that grew, or that follows muP."""
 
     scale: Scale = NOTHING
     """Since the base width, or since the first growth."""
@@ -84,7 +84,7 @@ class Record:
         return replicated(made[key], like) if is_sharded(like) else made[key]
 
     def born(self, like: Tensor) -> list[tuple[Tensor, float, int]]:
-        """For each birth: which entries of the parameter were new then, the step count, and the steps of warm-up."""
+        """Lists, for each birth, which entries were new then, the step count, and the steps of warm-up."""
         made = self.__dict__.setdefault("_born", {})
         key = like.device, tuple(like.shape)
         if key not in made:
@@ -101,7 +101,7 @@ class Record:
         return made[key]
 
     def as_primitives(self) -> dict[str, Any]:
-        """Without what is as at the base width; for JSON, which makes lists of tuples."""
+        """The record as plain values for JSON, which makes lists of tuples, without what equals the base width's."""
         answer: dict[str, Any] = {"scale": list(self.scale)}
         for key in ("base", "entries", "births", "rewarm", "shift"):
             if getattr(self, key):
@@ -125,7 +125,7 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Records:
-    """Those of a module, by the names of its parameters."""
+    """The records of a module, by the names of its parameters."""
 
     ATTRIBUTE: ClassVar[str] = "_mupscale_records"
     mup: bool
@@ -147,7 +147,7 @@ def store_records(model: nn.Module, records: Records) -> None:
 
 
 def records_of(model: nn.Module, *, mup_only: bool = False) -> dict[str, Record]:
-    """Those of `model` and of the modules inside it (a LightningModule, DDP, EMA), by full name."""
+    """The records of `model` and of the modules inside it (a LightningModule, DDP, EMA), by full name."""
     answer: dict[str, Record] = {}
     for prefix, module in model.named_modules():
         held = module.__dict__.get(Records.ATTRIBUTE)
@@ -210,7 +210,7 @@ def check_own_count(optimizer: Optimizer) -> None:
 
 
 def new_copies(growth: Growth) -> Tensor:
-    """Of the wide parameter: True for every entry but the first copy of each narrow one."""
+    """A mask of the wide parameter: True for every entry but the first copy of each narrow one."""
     first = torch.ones([1] * len(growth.axes), dtype=torch.bool)
     for number, layout in enumerate(growth.layouts):
         first = first & along(copy_index(layout) == 0, number, len(growth.axes))

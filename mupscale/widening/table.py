@@ -17,7 +17,7 @@ is an axis that is not width."""
 
 
 class Scale(NamedTuple):
-    """Of the entries of one parameter, wide over narrow."""
+    """The ratios, wide over narrow, of one parameter's entries."""
 
     weight: float = 1.0
     gradient: float = 1.0
@@ -52,12 +52,12 @@ def product(scales: Iterable[Scale]) -> Scale:
 
 
 def rescaled(scale: Scale, by: float) -> Scale:
-    """With a weight that is multiplied by a further factor, which a constant of the model takes back."""
+    """The scale with the weight multiplied by a further factor, which a constant of the model takes back."""
     return scale._replace(weight=scale.weight * by, gradient=scale.gradient / by)
 
 
 def deeper(scale: Scale, branch: float, layers: float) -> Scale:
-    """Of one of so many copies of a layer, whose residual branches are multiplied by a further `branch`."""
+    """The scale in one of `layers` copies of a layer, whose residual branches are multiplied by a further `branch`."""
     return scale._replace(gradient=scale.gradient * branch, layers=scale.layers * layers)
 
 
@@ -78,7 +78,7 @@ def decoupled_weight_decay(scale: Scale, m: int) -> float:
 
 
 def state(scale: Scale, power: int) -> float:
-    """Of optimizer state that holds this power of the gradient."""
+    """The factor of optimizer state that holds this power of the gradient."""
     return scale.gradient**power
 
 
