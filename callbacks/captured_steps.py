@@ -103,7 +103,7 @@ class Blocks(StepTaker):
         self._kind: tuple[Any, ...] | None = None
         self._since_swap = 0
         self._begun: tuple[float, int] | None = None
-        """When the last block began, and at which step."""
+        """Time and step at which the last block began."""
 
     def take(self, batch: Any) -> dict[str, Any]:
         trainer = self.trainer

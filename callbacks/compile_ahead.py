@@ -36,7 +36,7 @@ SHARE = 0.5
 """The share of the memory of a GPU that is free, at the beginning, that the process may use."""
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when its parent ends."""
+"""An option of Linux's prctl: the signal that a process gets when its parent ends."""
 
 NICE = 10
 """The process gives way to the run, by so much."""

@@ -86,7 +86,7 @@ class Curves(Callback):
         self._recent: list[tuple[int, Width | None, Tensor]] = []  # since the last check: launches no kernel
         self._step = 0
         self.loss: Tensor | None = None
-        """Of the last batch."""
+        """The loss of the last batch."""
         self._is_bad = False
         self._lacks_loss = False
         self._late: LateLog | None = None

@@ -85,7 +85,7 @@ Swap = Any
 """An `UpscaleCallback`, whose file imports this one."""
 
 MOST_PARAMETERS = 20_000_000
-"""Of a wide module that is compared at its full size."""
+"""The largest wide module that is compared at its full size."""
 
 Losses = Callable[[Any], list[Tensor]]
 """The losses of a step of a module."""
@@ -102,7 +102,7 @@ class GrowthSchedule:
     def __init__(self, trainer: Trainer, module: LightningModule, swaps: Sequence[Swap]) -> None:
         self.trainer, self.module, self.swaps = trainer, module, swaps
         self.checkpoint: Path | None = None
-        """Of the run before the growth that is due."""
+        """The checkpoint of the run before the growth that is due."""
         self.ahead: subprocess.Popen[bytes] | None = None
         """Compiles the wide network until the growth."""
         self._built = plain_attributes(module)

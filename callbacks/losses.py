@@ -93,7 +93,7 @@ class Measured(NamedTuple):
 
     loss: Tensor
     random_state: Tensor
-    """That of torch's generator after it: two networks that draw equally many numbers end with the same."""
+    """The state of torch's generator after it: two networks that draw equally many numbers end with the same."""
 
 
 def measure_loss(trainer: Trainer, module: LightningModule, batch: Any, call: ModuleCall | None) -> Measured:
@@ -112,7 +112,7 @@ def measure_loss(trainer: Trainer, module: LightningModule, batch: Any, call: Mo
 
 
 def reshard_(module: LightningModule) -> None:
-    """After a pass without a backward one, such as a validation, FSDP2 keeps the outermost parameters whole."""
+    """Shards parameters again that FSDP2 keeps whole after a pass without a backward one, such as a validation."""
     for part in module.modules():
         reshard: Any = getattr(part, "reshard", None)
         if reshard is not None:

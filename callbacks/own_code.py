@@ -21,7 +21,7 @@ from mupscale.widening.layers import joined
 from mupscale.widening.state import StateSource
 
 TOLERANCE = 0.01
-"""Of the ratio of two rates. One rate for all groups changes it by the factor of a growth."""
+"""Tolerance of the ratio of two rates. One rate for all groups changes it by the factor of a growth."""
 
 REMEDY = (
     "Multiply that of each group, as in group['lr'] *= factor, or let a schedule do it, such as LambdaLR: it is "
@@ -32,7 +32,7 @@ REMEDY = (
 _WATCHED = {"lr": "learning rate", "weight_decay": "weight decay", "eps": "eps"}
 
 Settings = list[dict[str, float]]
-"""By group."""
+"""The settings of each group."""
 
 
 class RateWatch:
@@ -43,14 +43,14 @@ class RateWatch:
         self._optimizer, self._schedulers, self._module = optimizer, schedulers, module
         self._last = _settings_of(optimizer)
         self._groups: list[int] | None = None
-        """For each group the one that it was before all growths."""
+        """The group that each group was before all growths."""
         self._factors: Settings = [dict.fromkeys(_WATCHED, 1.0) for _ in self._last]
-        """By which the settings of each group have been multiplied since then."""
+        """The factors by which the settings of each group have been multiplied since then."""
         self._has_warned = False
         optimizer.register_step_pre_hook(self._look)
 
     def go_on(self, optimizer: Optimizer, sources: Sequence[StateSource]) -> None:
-        """After a growth, if it is that of this optimizer: each group has a source among those before it."""
+        """Follows a growth of this optimizer: `sources` are the groups that the new ones come from."""
         if optimizer is not self._optimizer:
             return
         factors, groups = self._factors, self._groups or range(len(self._last))

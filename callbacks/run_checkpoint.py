@@ -305,8 +305,7 @@ class RunCheckpoint(ModelCheckpoint):
             self.resumable = trainer.global_step, path
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
-        """Also the one the run was resumed from, once there is a newer one: or every interruption would leave one
-        behind."""
+        """Removes the checkpoint that the run was resumed from, too: or every interruption would leave one."""
         if is_remote(previous):
             return super()._should_remove_checkpoint(trainer, previous, current)
         assert self.dirpath is not None
@@ -325,8 +324,7 @@ class RunCheckpoint(ModelCheckpoint):
         trainer.strategy.barrier()
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """For `ckpt_path="last"`; a process that was killed may have left a link to a checkpoint that it had just
-        deleted."""
+        """Finds the checkpoints of `ckpt_path="last"`. A killed process may have left a link to one that is gone."""
         found = super()._find_last_checkpoints(trainer)
         folder = self.dirpath or run_folder(trainer)
         if folder is None or is_remote(folder):
@@ -492,7 +490,7 @@ class StopRequest:
         self._process = 0
 
     def listen(self, noted: int | None = None) -> None:
-        """From now on, in the main thread, for signals that are not ignored; `noted` is one that came before."""
+        """Begins to listen, in the main thread, for signals that are not ignored; `noted` is one that came before."""
         self.number = noted
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():

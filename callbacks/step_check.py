@@ -65,10 +65,10 @@ from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 
 SAMPLES = 4
-"""Of the batch on which steps are compared, if the module works with so few."""
+"""The samples of the batch on which steps are compared, if the module works with so few."""
 
 LOSS_SCALE = 100.0
-"""By which the loss is multiplied beside larger weights: clips that are inactive now become active."""
+"""The factor of the loss beside larger weights: clips that are inactive now become active."""
 
 
 class _Fails(Exception):
@@ -104,7 +104,7 @@ class StepCheck:
         self._stepping = self._with_schedules(stepping_of(trainer))
         self._is_wide = self._drops_nothing = False
         self._numbers: dict[bool, tuple[dict[str, float], dict[str, float]]] = {}
-        """Of the narrow and the wide module: the numbers in attributes before a step and after it."""
+        """The numbers in attributes of the narrow and the wide module, before a step and after it."""
         self._growing: set[int] = set()
         """The lengths of axes that grow."""
         self._attached: list[str] = []

@@ -143,7 +143,7 @@ class UpscaleCallback(Callback):
         """What is added: `noise`, or what "auto" means for this module."""
         self.summary: dict[str, Any] = {}
         self.constants: Constants = {}
-        """Of the noise that was added."""
+        """The constants of the noise that was added."""
         self.schedule: GrowthSchedule | None = None
         """All growths of the run; the first of its callbacks holds it."""
 
