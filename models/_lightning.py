@@ -341,7 +341,7 @@ class StepTaker(_AutomaticOptimization):
 
 
 def saves_every(callback: ModelCheckpoint) -> int:
-    """After how many steps a ModelCheckpoint saves; 0 if it does not save by steps."""
+    """The number of steps after which a ModelCheckpoint saves; 0 if it does not save by steps."""
     return callback._every_n_train_steps
 
 
@@ -371,7 +371,7 @@ def validates(trainer: Trainer) -> bool:
 
 
 class Place(NamedTuple):
-    """Where in its data a run is: the epoch, and the batches of it that were taken."""
+    """The place of a run in its data: the epoch, and how many of its batches were taken."""
 
     epoch: int
     position: int

@@ -31,7 +31,7 @@ class Size(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As arguments of the model."""
+        """The size as arguments of the model."""
         return {key: value for key, value in self._asdict().items() if value is not None}
 
     def __str__(self) -> str:
@@ -56,9 +56,9 @@ def is_size(value: Any) -> bool:
 
 
 CHECKPOINT_KEY = "mupscale"
-"""Our part of a checkpoint: the module's class; for each optimizer its class and the names of its parameters, in its
-order, and how many are in each of its groups; and the widths of parameters whose pieces grew by different factors,
-which cannot be recomputed."""
+"""The key of mupscale's part of a checkpoint: the module's class; for each optimizer its class and the names of its
+parameters, in its order, and how many are in each of its groups; and the widths of parameters whose pieces grew by
+different factors, which cannot be recomputed."""
 
 RUN_KEY = "mupscale_run"
 """The run of a checkpoint: its identity, and its configuration. Checkpoints of a fit without the command have none."""

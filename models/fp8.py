@@ -26,7 +26,7 @@ MULTIPLE = 16
 """What float8 kernels need both sizes of a layer, and the number of samples, to be a multiple of."""
 
 PRECISION = torch.bfloat16
-"""Of what the layers take and give."""
+"""The dtype of what the layers take and give."""
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -27,7 +27,7 @@ ATTENTION_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""In the order of their speed on a GPU; the first that can is taken. At head_dim > 256 that is the third."""
+"""Kernels by their speed on a GPU; the first that fits is taken. At head_dim > 256 that is the third."""
 
 TWICE_SQRT_2_BY_PI = 2 * (2 / math.pi) ** 0.5
 

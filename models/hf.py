@@ -70,7 +70,7 @@ class CausalLMNet(nn.Module):
         return {} if self._is_as_wide_as(other) else self._named(self._found(other).roles)
 
     def width_rescale(self, other: "CausalLMNet") -> dict[str, float | tuple[float, float]]:
-        """By a factor that is not whole they follow the power of the width that doubling it shows."""
+        """The factors of weights; a growth by a fraction takes the power of the width that doubling it shows."""
         if self._is_as_wide_as(other):
             return {}
         found, ratio = self._found(other), self._ratio(other)

@@ -111,9 +111,11 @@ class MLP(Classifier):
     def _losses(
         self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, Tensor], shared: bool
     ) -> Tensor:
-        """By one matrix product for each layer; where one batch is for all, that of the first layer has no axis for
-        models on a GPU. On the CPU it has one, because the loss of a model then does not depend on the other models,
-        to the bit."""
+        """The losses of all models, by one matrix product for each layer.
+
+        On a GPU, the product of the first layer has no axis for models if all share a batch. On the CPU it has one, so
+        that the loss of a model does not depend on the others, to the bit.
+        """
         assert isinstance(self.net, MLPNet)
         x, labels = batch
         for index in range(len(self.net.layers)):

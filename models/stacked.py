@@ -38,7 +38,7 @@ from mupscale.widening.layers import Depth
 from mupscale.widening.plan_text import Plan
 
 STACK_KEY = "mupscale_stack"
-"""Our part of the checkpoint of a stack."""
+"""The key of mupscale's part of the checkpoint of a stack."""
 
 HONOURED = {"configure_model"}
 """The hooks of Lightning that a module of a stack may have of its own."""
@@ -440,7 +440,7 @@ class StackedModule(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Before the weights load, gives the networks the sizes of the checkpoint, and leaves ended trials out."""
+        """Gives the networks the sizes of the checkpoint before the weights load, and leaves ended trials out."""
         own = checkpoint[STACK_KEY]
         for name in ("running", "ended", "scores", "growths_done"):
             setattr(self, name, own[name])
