@@ -15,7 +15,7 @@ COPIED_AT_ONCE = 2**24
 DRAWN_AT_ONCE = 2**20
 """Starts of random windows that are in memory, about."""
 TYPES = {2: (torch.int16, torch.uint16), 4: (torch.int32, torch.uint32)}
-"""By the bytes of a token: a type of that size, and the token's own type, for which torch lacks most operations."""
+"""Types by the bytes of a token: one of that size, and the token's own, for which torch lacks most operations."""
 
 Order = Literal["random", "sequential"]
 
