@@ -56,7 +56,7 @@ METHODS = {"duplication": mupscale.methods.Duplication, "diagonal": partial(mups
 
 
 class Size(NamedTuple):
-    """With `base_layers`, residual branches are multiplied by base_layers / layers (CompleteP)."""
+    """The size of a GPT-2. With `base_layers`, residual branches are multiplied by base_layers / layers (CompleteP)."""
 
     width: int
     layers: int
@@ -111,7 +111,7 @@ class Ladder:
     top: Size
     steps: float
     plans: list[dict[str, Any]]
-    """As in the file. `fixed`: budgets by size, none for one that only grows; `grown`: ways from one size to another,
+    """The plans of the file. `fixed`: budgets by size, none for one that only grows; `grown`: ways between sizes,
     and budgets by point of growth; `factors` on the tuned rates, those of Muon where it trains."""
     rows: int
     context: int
@@ -193,7 +193,7 @@ class Run:
         return f"{start}-{trunk}-at{self.grown_at}-{self.way if self.way != AS_IT_IS else 'as-it-is'}"
 
     def state_file(self, folder: Path) -> Path:
-        """Where the state from which it grows is."""
+        """The file with the state from which it grows."""
         return state_file(folder, (self.start, self.start_rates, self.seed), self.grown_at)
 
     def result_file(self, folder: Path) -> Path:
@@ -358,7 +358,7 @@ def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[st
 
 
 def make_run(options: argparse.Namespace, ladder: Ladder, run: Run) -> None:
-    """In a process of the pool."""
+    """Makes one run, in a process of the pool."""
     runner = make_runner(ladder, read_text(options.ladder, options.data, options.device), run.size)
     result = train_run(ladder, run, runner, options.out)
     write_text(run.result_file(options.out), json.dumps(result))

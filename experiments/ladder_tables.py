@@ -59,7 +59,7 @@ class Growth(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Of the compute of a fixed size over that of a run that grows: its geometric mean over seeds, and a t interval.
+    """The compute of a fixed size over that of a run that grows: its geometric mean over seeds, and a t interval.
 
     A bound is a mean over seeds of which at least one ends lower than every budget of the fixed size.
     """
@@ -82,11 +82,11 @@ class Ends:
     def __init__(self, path: Path, ladder: Ladder = FULL) -> None:
         self.ladder = ladder
         self.fixed: dict[tuple[Size, float, int], Curve] = defaultdict(dict)
-        """By size, rate and seed."""
+        """Losses of fixed sizes, by size, rate and seed."""
         self.grown: dict[tuple[Growth, float], dict[int, float]] = defaultdict(dict)
-        """By growth and budget: losses by seed."""
+        """Losses by seed, by growth and budget."""
         self.rises: dict[tuple[Growth, float], list[float]] = defaultdict(list)
-        """Likewise what the growth did to the loss at once."""
+        """The rise of the loss at the growth, by growth and budget."""
         for row in read_rows(path):
             size, base_layers = Size(int(row["width"]), int(row["layers"])), int(row["base_layers"] or 0)
             budget, loss, rate, seed = float(row["budget"]), float(row["loss"]), float(row["lr"]), int(row["seed"])
@@ -102,7 +102,7 @@ class Ends:
         self.budgets = sorted({budget for curve in self.fixed.values() for budget in curve})
 
     def curves(self, size: Size) -> dict[int, Curve]:
-        """At the common rate, by seed."""
+        """Curves at the common rate, by seed."""
         own = size, self.ladder.lr
         return {seed: curve for (*key, seed), curve in self.fixed.items() if tuple(key) == own}
 
@@ -343,7 +343,7 @@ def sunk_table(_: Ends) -> str:
 
 
 def released_table(_: Ends) -> str:
-    """For each way to train a released checkpoint on, the loss at the best of its rates, by share of its compute."""
+    """The loss of each way to train a released checkpoint on, at the best of its rates, by share of its compute."""
     losses: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in read_rows(RUNS.parent / "released.csv"):
         losses[row["arm"], f"{float(row['share']):g}"][row["lr"]].append(float(row["loss"]))
@@ -382,7 +382,7 @@ MARKERS = {
     "width": ("s", "#b3261e"), "stack": ("o", "#2e7d32"), "interleave": ("D", "#1591a5"), "identity": ("v", "#6b7280"),
     "both": ("P", "#6a3d9a"),
 }  # fmt: skip
-"""By the kind of growth."""
+"""Markers of points, by the kind of growth."""
 
 
 def draw(ends: Ends, folder: Path) -> None:

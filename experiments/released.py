@@ -25,7 +25,7 @@ from experiments.steps import ADAMW, CLIP, DECAY, Runner, Text, fall, processes
 
 FULL, QUICK = read_ladder("full"), read_ladder("quick")
 NOISE = mupscale.SignalNoise(0.3, centred=True)
-"""That of `upscale FOLDER --noise auto`."""
+"""The noise of `upscale FOLDER --noise auto`."""
 ARMS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "twice as wide": {"factor": 2, "noise": NOISE},
@@ -33,7 +33,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "twice as deep, stack": {"depth": "stack"},
 }
 SHARES = (0.25, 1.0)
-"""Of the compute of the base."""
+"""Budgets, as shares of the compute of the base."""
 HEADER = ("arm", "lr", "seed", "share", "steps", "tokens", "flops", "loss_before", "loss")
 
 

@@ -23,7 +23,7 @@ from mupscale.commands.reporting.compare import t_quantile
 
 LEVEL = 0.95
 SHARE = 0.25
-"""Of the compute, before the growth: as good as later or better for width, and for depth not clearly worse."""
+"""The share of the compute before the growth: as good as later or better for width, not clearly worse for depth."""
 SLACK = 1.1
 """How far outside the tokens per parameter of the runs an estimate is still made, as a factor."""
 KINDS = {"width": "width", "stack": "depth", "both": "both"}
@@ -109,7 +109,7 @@ def ratios(growth: Growth) -> tuple[float, float]:
 
 
 def predict_half(points: Sequence[Point], baseline: str) -> Iterator[tuple[float, Estimate, float]]:
-    """For each growth S, its estimate from the other half of the growths, and the mean of that half.
+    """Lists, for each growth, S, its estimate from the other half of the growths, and the mean of that half.
 
     The halves are every second growth of each direction.
     """

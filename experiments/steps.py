@@ -167,7 +167,7 @@ class Runner:
 
 
 def fall(start: int, end: int, step: int) -> float:
-    """From 1 at the step `start` to 0 at `end`."""
+    """A factor that falls from 1 at the step `start` to 0 at `end`."""
     return (end - step) / (end - start)
 
 

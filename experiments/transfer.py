@@ -21,7 +21,7 @@ from mupscale.commands.widths import Size, SizePair, folder_name, growth_of
 from mupscale.errors import UserError
 
 Losses = dict[float, list[float]]
-"""By value, of every seed; infinite if it diverged."""
+"""The losses of every seed, by value; infinite if a run diverged."""
 
 
 class Optimum(NamedTuple):
