@@ -26,7 +26,7 @@ SHARED: Options = {
     "--out": {"type": Path, "help": "write the rows as JSON"},
 }
 ONLY: Options = {"--only": {"default": "", "help": "the cases whose names contain this"}}
-"""For benchmarks of several cases."""
+"""Options of benchmarks with several cases."""
 
 
 def run(name: str, benchmark: Any, arguments: list[str]) -> None:

@@ -25,7 +25,7 @@ from mupscale.commands.lab.stack import train_stack
 from mupscale.models.mlp import MLP
 
 EPOCHS, TIMED = 500, 8
-"""Of the paper's runs, and of those that are timed here."""
+"""Epochs of the paper's runs, and of those that are timed here."""
 EPOCH = 232
 """Steps of an epoch of the full Covertype, by batches of 2000."""
 
