@@ -26,8 +26,6 @@ from mupscale.widening.write import parameters_on_meta
 PROGRAM = """
 import sys
 request = sys.stdin.buffer.read()
-from mupscale import _imports
-_imports.install_parts()
 from mupscale.callbacks.compile_ahead import compile_request
 compile_request(request)
 """

@@ -4,7 +4,6 @@ import os
 import sys
 import textwrap
 
-from mupscale import _imports
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
 from mupscale.commands.process import EXIT_CODE, Terminated, did_you_mean, end_now, lenient_output, loaded, on_sigterm
 
@@ -61,7 +60,6 @@ def run(arguments: list[str]) -> int | None:
     # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times
     # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    _imports.install_parts()
     try:
         with on_sigterm(end_now):
             return loaded(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
