@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mupscale.atomic import locked, partial, remove_empty, write_durably
-from mupscale.data_files import interpreting, json_of, refuse_links
+from mupscale.data_files import interpreting, json_of, read_bytes, refuse_links
 from mupscale.datamodules.documents import Source, Unusable
 from mupscale.datamodules.token_files import PREPARED, PROGRESS, SPLITS
 from mupscale.datamodules.token_writer import LARGEST_VOCABULARY, TokenWriter
@@ -75,7 +75,7 @@ class Progress:
         path = folder / PROGRESS
         if path.exists():
             with interpreting(DAMAGED.format(path)):
-                progress = cls(**json_of(path.read_bytes()))
+                progress = cls(**json_of(read_bytes(path)))
                 rows = [(tokens, documents) for split in SPLITS for tokens, documents in progress.files[split]]
                 if not isinstance(progress.preparation, dict) or not isinstance(progress.trained_on, dict | None):
                     raise ValueError("its preparation or vocabulary is not that of a preparation")
@@ -155,7 +155,7 @@ def read_prepared(folder: Path) -> Prepared:
     """What a finished folder holds. Raises a UserError if its preparation.json is damaged."""
     path = folder / PREPARED
     with interpreting(DAMAGED.format(path)):
-        content: Prepared = json_of(path.read_bytes())
+        content: Prepared = json_of(read_bytes(path))
         numbers = [content["vocabulary"], *(content[split]["tokens"] for split in SPLITS)]
         if not isinstance(content["preparation"], dict) or not all(type(n) is int and n > 0 for n in numbers):
             raise ValueError(f"its vocabulary and tokens are {numbers}")
@@ -185,7 +185,7 @@ def make_tokenizer(source: Source, folder: Path, progress: Progress) -> "Tokeniz
         write_durably(path, tokenizer.to_str().encode())
         progress.trained_on = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
         progress.write(folder)
-    return load_tokenizer(path.read_bytes())
+    return load_tokenizer(read_bytes(path))
 
 
 def read_training_text(source: Source, val_fraction: float) -> list[str]:

@@ -78,10 +78,19 @@ def read_yaml(path: Path, loader_class: Any = LOADER) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises a UserError for a pipe or a device, whose end may never come."""
-    if path.exists() and not path.is_file():
+    """Returns the text of a file, as `read_bytes` reads it."""
+    return read_bytes(path).decode("utf-8")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Returns the content of a file. Raises a UserError for a pipe or a device, whose end may never come."""
+    refuse_endless_file(path)
+    return path.read_bytes()
+
+
+def refuse_endless_file(path: Path) -> None:
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path} is not a file")
-    return path.read_text("utf-8")
 
 
 @contextmanager
@@ -105,12 +114,16 @@ def what_is_wrong(error: Exception) -> str:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """A path below a folder, as a file in it names it; raises a UserError if it lies elsewhere, also by a link."""
+    """Returns a path below a folder, as a file in it names it.
+
+    Raises a UserError if it lies elsewhere, also by a link, or is a pipe.
+    """
     path = folder / name if isinstance(name, str) else folder
     if path == folder or not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(
             f"{folder} refers to something outside of it, {name!r}, which is not read; replace a link by a copy"
         )
+    refuse_endless_file(path)
     return path
 
 

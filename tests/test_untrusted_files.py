@@ -235,6 +235,20 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "checkpoint: a pipe": (
         pipe("theirs/step=3.ckpt", {"theirs/config.yaml": CONFIGURED}), "resume theirs", "has no checkpoint that can",
     ),
+    "checkpoint: a pipe that the user names": (
+        pipe("pipe"), "fit --config c.yaml --ckpt_path pipe", "ckpt_path: pipe is not a file",
+    ),
+    "run: a pipe": (
+        pipe("theirs/run.json", {"theirs/config.yaml": CONFIGURED}), "resume theirs", "has no checkpoint that can",
+    ),
+    "sharded: a pipe": (
+        pipe("evil.ckpt/.metadata", {"evil.ckpt/meta.pt": b""}),
+        "fit --config c.yaml --ckpt_path evil.ckpt", "evil.ckpt/.metadata is not a file",
+    ),
+    "preparation: a pipe": (pipe("theirs/progress.json"), PREPARE, "theirs/progress.json is not a file"),
+    "JSON: a pipe of a model": (
+        pipe("theirs/config.json"), "upscale theirs --factor 2 --out o", "theirs is not a model folder",
+    ),
     "trials: a link": (begun_sweep(link_trials), SWEEP, "theirs/trials is a link"),
     "trials: a link in a folder without a sweep": (
         put({"theirs/trials": None}), SWEEP, "theirs is not empty and has no sweep; name a new folder",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mupscale.data_files import json_of, what_is_wrong
+from mupscale.data_files import json_of, read_text, what_is_wrong
 from mupscale.errors import UserError, refuse_unless_level, shown
 from mupscale.hf.folder import GROWTH_FILE
 from mupscale.methods import GrowthMethod
@@ -158,7 +158,7 @@ def read_growth(grown: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(grown, str | Path):
         path = Path(grown) / GROWTH_FILE if Path(grown).is_dir() else Path(grown)
         try:
-            grown = json_of(path.read_text("utf-8"))
+            grown = json_of(read_text(path))
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read as the record of a growth ({error})") from error
     if (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mupscale.data_files import json_of
+from mupscale.data_files import json_of, read_bytes, refuse_endless_file
 from mupscale.errors import UserError, needs_extra, one_line, prefix_errors
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     """The tensors of a file, in the order of their bytes. UserError if the file is none, or a damaged one."""
     with needs_extra("hf"):
         from safetensors import SafetensorError, safe_open
+    refuse_endless_file(path)
     try:
         with safe_open(path, framework="pt") as file:  # it compares all offsets with the length of the file
             file.keys()
@@ -247,7 +248,7 @@ def is_inside(folder: Path, path: Path) -> bool:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; raises a UserError if it is damaged, or something else."""
     try:
-        content = json_of(file.read_bytes())
+        content = json_of(read_bytes(file))
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as JSON ({one_line(error)}); get it again") from error
     if not isinstance(content, dict):

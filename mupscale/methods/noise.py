@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from mupscale.atomic import write_text
-from mupscale.data_files import json_of
+from mupscale.data_files import json_of, read_text
 from mupscale.errors import UserError, refuse_unless_level
 from mupscale.text_tables import unwrapped
 from mupscale.widening import table
@@ -227,7 +227,7 @@ class RecordedNoise(Noise):
         """
         self.path = Path(path)
         try:
-            record = json_of(self.path.read_text("utf-8"))
+            record = json_of(read_text(self.path))
         except (OSError, ValueError) as error:
             raise UserError(f"RecordedNoise: {self.path} cannot be read as recorded noise ({error})") from error
         if not isinstance(record, dict) or record.get("format") != _FORMAT:
