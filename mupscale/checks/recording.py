@@ -63,8 +63,13 @@ def _is_instance_of_a_dataclass(value: Any) -> bool:
 
 @contextmanager
 def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores buffers and attributes of modules at the end, with the values of tensors and containers in them."""
+    """Restores buffers and attributes of modules at the end, with the values of tensors and containers in them.
+
+    Hooks that were registered meanwhile are removed: transformers installs its own in a first pass, and notes so in an
+    attribute, without which each pass would install them once more.
+    """
     parts = list(modules)
+    hooks = [(vars(part)[name], [*vars(part)[name]]) for part in parts for name in _HOOKS & vars(part).keys()]
     own = [SimpleNamespace(**_own_attributes(part)) for part in parts]
     buffers = [dict(vars(part)["_buffers"]) for part in parts]
     tensors = [x for values in (*map(vars, own), *buffers) for x in values.values() if isinstance(x, Tensor)]
@@ -78,6 +83,9 @@ def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
                     del vars(part)[name]
                 vars(part).update(vars(before))
                 vars(part)["_buffers"].update(of_part)
+            for registered, earlier in hooks:
+                for key in registered.keys() - earlier:
+                    del registered[key]
             put_back(held)
 
 
@@ -87,6 +95,7 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 _TORCH = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = frozenset(name for name in _TORCH if name.endswith("_hooks"))
 
 
 Held = list[tuple[Tensor, Tensor, Tensor | None]]

@@ -226,6 +226,7 @@ class MixtureGrowth:
         narrow: Any = float64_copy(family.small_model(small)).eval()
         perturb_(narrow)
         wide: Any = float64_copy(family.small_model(self.config(small))).eval()
+        _spread_chances_(narrow, wide)
         write(narrow, wide, self.recipes(narrow, wide))
         with tempfile.TemporaryDirectory() as folder, quiet():
             wide.save_pretrained(folder)
@@ -239,6 +240,16 @@ class MixtureGrowth:
                 f"else ({by} in a small model, after loading)"
             )
         return found
+
+
+@torch.no_grad()
+def _spread_chances_(narrow: PreTrainedModel, wide: PreTrainedModel) -> None:
+    """Gives routers and their biases a say: where one of both decides alone, a wrong rule of the other does not show."""
+    generator, after = torch.Generator().manual_seed(1), named_tensors(wide)
+    for name, tensor in named_tensors(narrow).items():
+        if tensor.ndim < 3 and name in after and after[name].shape != tensor.shape:
+            std = 2 * tensor.shape[-1] ** -0.5 if min(tensor.shape) > 1 else 0.1
+            tensor.copy_(std * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
 
 
 @dataclass(frozen=True)

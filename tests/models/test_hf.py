@@ -346,7 +346,7 @@ def test_a_vocabulary_that_is_too_small(configuration: str) -> None:
     assert "model.config.vocab_size = 100" in line
     assert "the token 4095" in line
     line = refused("fit", "--config", configuration, "--data.context=32")
-    assert "model.config.max_position_embeddings = 16 positions" in line
+    assert "data.context = 32: the model has model.config.max_position_embeddings = 16" in line
 
 
 @pytest.mark.slow
