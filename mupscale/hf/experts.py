@@ -244,7 +244,7 @@ class MixtureGrowth:
 
 @torch.no_grad()
 def _spread_chances_(narrow: PreTrainedModel, wide: PreTrainedModel) -> None:
-    """Gives routers and their biases a say: where one of both decides alone, a wrong rule of the other does not show."""
+    """Gives routers and their biases a say: where one decides alone, a wrong rule of the other does not show."""
     generator, after = torch.Generator().manual_seed(1), named_tensors(wide)
     for name, tensor in named_tensors(narrow).items():
         if tensor.ndim < 3 and name in after and after[name].shape != tensor.shape:
