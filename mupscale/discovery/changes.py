@@ -151,7 +151,8 @@ class Proposals:
         for module in ran:
             own = tuple(self.hypothesis.own(module))
             weights = tuple(name for name in own if "bias" not in name.rpartition(".")[2])
-            for names in dict.fromkeys((own, weights)):
+            matrices = tuple(name for name in own if self.hypothesis.uses[name].narrow.ndim > 1)
+            for names in dict.fromkeys(names for names in (own, weights, matrices) if names):
                 alike = {starred(name) for name in names}
                 every = tuple(name for name in self.hypothesis.uses if starred(name) in alike)
                 for ratio in ratios:

@@ -55,12 +55,17 @@ class Search:
         `planned` makes the plan of the two models as they are, which raises a UserError where it is not known.
         """
         self._agreed = first = self.outcome()
-        if first.complete or self._agrees_as_planned(planned):
+        if first.complete:
+            return
+        starts = [(first, self.hypothesis.state())]
+        if self._agrees_as_planned(planned, starts):
             return
         for at_once in (1, 2):  # two changes at once only if one at a time do not lead to the end
-            if self._is_solved(first, at_once):
-                return
-        reached = first
+            for outcome, state in starts:
+                self.hypothesis.restore(state)
+                if self._is_solved(outcome, at_once):
+                    return
+        reached = starts[0][0]
         while self.furthest is not reached:  # and then where one at a time led furthest
             reached = self.furthest
             self.hypothesis.restore(self._furthest_state)
@@ -68,18 +73,23 @@ class Search:
                 return
         raise self._stuck()
 
-    def _agrees_as_planned(self, planned: Callable[[], Plan]) -> bool:
-        """Whether no search is needed; otherwise everything is assumed as before."""
-        start, furthest = self.hypothesis.state(), (self.furthest, self._furthest_state)
+    def _agrees_as_planned(self, planned: Callable[[], Plan], starts: list[tuple[Outcome, State]]) -> bool:
+        """Whether no search is needed. A plan that leads further than the first guess is where the search starts."""
+        (first, guess), furthest = starts[0], (self.furthest, self._furthest_state)
         try:
             self.hypothesis.assume(planned())
         except UserError:
             return False
         self._agreed = self.outcome()
-        if not self._agreed.complete:
-            self.hypothesis.restore(start)
-            self.furthest, self._furthest_state = furthest
-        return self._agreed.complete
+        if self._agreed.complete:
+            return True
+        self.furthest, self._furthest_state = furthest
+        self.hypothesis.restore((self.hypothesis.state()[0], guess[1]))  # where layouts may follow what modules read
+        unpinned = self.outcome()
+        if unpinned.score > first.score:
+            starts.insert(0, (unpinned, self.hypothesis.state()))
+        self._agreed = unpinned
+        return unpinned.complete
 
     def _is_solved(self, outcome: Outcome, at_once: int) -> bool:
         if self._solved(outcome, at_once) is not None:

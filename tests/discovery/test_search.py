@@ -1,5 +1,7 @@
 """What `discover` needs no search for, what it refuses before one, and what is carried over to other sizes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,3 +95,35 @@ def test_an_axis_that_is_joined_of_known_widths_is_carried_over() -> None:
     assert resolved.blocks["middle.weight"][1] == [(20, 20, 2), (10, 10, 2), (5, 5, 1)]
     mupscale.upscale(narrow, wide, hints=resolved)
     assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-12)
+
+
+class Scaled(nn.Module):
+    """A linear layer whose weights, and not its bias, are scaled by their number."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.w / self.w.shape[1] ** 0.5, self.b)
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (
+            # interleaved channels serve both numbers of groups, and the flattened ones follow them
+            lambda n: nn.Sequential(
+                nn.Conv1d(3, n, 1), nn.ReLU(), nn.Conv1d(n, n, 3, groups=4), nn.ReLU(),
+                nn.Conv1d(n, n, 3, groups=2), nn.Flatten(), nn.Linear(5 * n, 2),
+            ),
+            (3, 9),
+        ),
+        (lambda n: nn.Sequential(Scaled(3, n), nn.Tanh(), Scaled(n, n), nn.Tanh(), Scaled(n, 2)), (3,)),
+    ],
+    ids=["the plan leads further than the first guess", "of a layer, the matrix alone is rescaled"],
+)  # fmt: skip
+def test_a_plan_is_found(build: Callable[[int], nn.Module], shape: tuple[int, ...]) -> None:
+    narrow, wide, inputs = build(8), build(16), torch.randn(4, *shape)
+    assert mupscale.upscale(narrow, wide, call=lambda model: model(inputs)).exact is True
