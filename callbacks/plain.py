@@ -4,6 +4,7 @@ import math
 import shlex
 import sys
 import time
+import uuid
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +21,11 @@ from mupscale.callbacks.curves import Curves, RateMonitor
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.growth_schedule import growth_text
 from mupscale.callbacks.run_checkpoint import RunCheckpoint, step_of
-from mupscale.callbacks.tensorboard import LossFirstLogger, delete_logs
+from mupscale.callbacks.tensorboard import LossFirstLogger, delete_logs, keep_tables
 from mupscale.callbacks.upscale import swaps_of
 from mupscale.errors import UserError
 from mupscale.models._lightning import ClockedBar, callbacks_in, is_trial_run
-from mupscale.models.checkpoint import RESUME, size_of
+from mupscale.models.checkpoint import RESUME, run_in, size_of
 from mupscale.schedules import WarmupCosine, WarmupStableDecay
 
 LOG_EVERY = 10
@@ -62,10 +63,13 @@ def run_settings(
     given = [*callbacks, *(further if isinstance(further, Sequence) else [further])]
     if not any(isinstance(callback, RunCheckpoint) for callback in given):
         checkpoint = RunCheckpoint(path / "checkpoints", "{step}", save_last="link", every_n_train_steps=save_every)
+        checkpoint.is_shared = False
         given.append(checkpoint)
     logger = trainer.get("logger")
     if logger is None or logger is True:
         trainer["logger"] = LossFirstLogger(path.parent, path.name, "", default_hp_metric=False)
+    loggers = trainer["logger"] if isinstance(trainer["logger"], Sequence) else [trainer["logger"]]
+    keep_tables(loggers)  # Lightning deletes them when a run begins, and when it goes on
     bar = trainer.setdefault("enable_progress_bar", progress_bar)
     defaults = default_callbacks(given, logger=bool(trainer["logger"]), progress_bar=bar)
     return {
@@ -80,11 +84,25 @@ def run_settings(
 class RefuseUsedFolder(Callback):
     """Keeps a folder to one run: a new run may start only where none has a checkpoint, and removes its curves.
 
-    When the run is interrupted, it prints where the newest checkpoint is, and how the run continues.
+    Each run gets an identity, by which its checkpoints are known in folders that it shares with others. When the run
+    is interrupted, it prints where the newest checkpoint is, and how the run continues.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._identify(trainer, trainer.strategy.broadcast(uuid.uuid4().hex))
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if Path(str(trainer.ckpt_path)).resolve().is_relative_to(self.folder.resolve()):
+            self._identify(trainer, run_in(checkpoint)["id"])
+
+    def _identify(self, trainer: Trainer, identity: str) -> None:
+        for policy in callbacks_in(trainer, RunCheckpoint):
+            policy.run = identity
+        for position in callbacks_in(trainer, ExactResume):
+            position.run = {"id": identity}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None or not trainer.is_global_zero or is_trial_run(trainer):

@@ -31,8 +31,9 @@ from mupscale.models._lightning import (
     run_folder,
     set_callbacks,
 )
-from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, run_and_step
+from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, peek, run_and_step
 from mupscale.models.checkpoint_files import files_of, write_whole_files
+from mupscale.models.sharded import damage_at
 
 KEPT = 2
 """How many of the newest checkpoints stay for resuming: one may be damaged."""
@@ -54,6 +55,9 @@ class RunCheckpoint(ModelCheckpoint):
     run: str | None = None
     """The identity of the run, where a folder may hold the checkpoints of several."""
 
+    is_shared: bool | None = None
+    """Whether its folder may be that of other runs as well; by default, if the user named it."""
+
     points: "ResumePoints | None" = None
 
     stop: "StopRequest | None" = None
@@ -65,7 +69,8 @@ class RunCheckpoint(ModelCheckpoint):
     """Whether the user knows that the monitored metric is not there."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.is_shared = self.dirpath is not None  # a folder that the user named may be that of other runs as well
+        if self.is_shared is None:
+            self.is_shared = self.dirpath is not None
         super().setup(trainer, pl_module, stage)
         self.written: dict[str, None] = {}  # and not deleted, in their order
         write_whole_files(trainer)
@@ -324,16 +329,20 @@ class RunCheckpoint(ModelCheckpoint):
         trainer.strategy.barrier()
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Finds the checkpoints of `ckpt_path="last"`. A killed process may have left a link to one that is gone."""
-        found = super()._find_last_checkpoints(trainer)
+        """Finds the newest undamaged checkpoint of this run, for `ckpt_path="last"`."""
         folder = self.dirpath or run_folder(trainer)
         if folder is None or is_remote(folder):
-            return found
+            return super()._find_last_checkpoints(trainer)
         own = Path(folder) if self.dirpath else Path(folder) / "checkpoints"
-        points = set(own.glob(f"{RESUME}*/step=*.ckpt"))
-        if not points and not self.save_weights_only:
-            points = set(own.glob("*.ckpt"))  # of a run that was killed before it had linked its first checkpoint
-        return {path for path in found if Path(path).exists()} | set(map(str, points))
+        # none of the first kind, if it was killed before it had linked its first checkpoint
+        found = list(own.glob(f"{RESUME}*/step=*.ckpt")) or [path for path in own.glob("*.ckpt") if path.exists()]
+        for path in sorted(found, key=lambda path: (step_of(path), run_and_step(path)[1]), reverse=True):
+            problem = damage_at(path) if peek(path) is not None else "it cannot be read"
+            if problem is None:
+                os.utime(path)  # Lightning takes what was modified last; other callbacks may have files of other runs
+                return {str(path)}
+            rank_zero_warn(f"{path} is damaged ({problem}): the run goes on from the checkpoint before it")
+        return set()
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """Whether a file must not be overwritten, because it is not of this run."""

@@ -1,10 +1,10 @@
 """A TensorBoard logger that shows the losses first; and the log files of a run, which a resume truncates."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -16,6 +16,8 @@ from mupscale.models._lightning import close_writer, open_writer, run_folder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+L = TypeVar("L", bound=Logger)
 
 _AXES = {"by_flops/": "x_axis_flops/", "by_samples/": "x_axis_samples/"}
 """Groups that show other metrics against another axis: the name of the metric follows."""
@@ -113,9 +115,10 @@ def truncate_logs(trainer: Trainer, lengths: dict[str, list[Any]]) -> None:
             write_text(table_of(table), "".join(there[: rows + 1]))
 
 
-def keep_tables(trainer: Trainer) -> None:
+@rank_zero_only
+def keep_tables(loggers: Sequence[Logger]) -> None:
     """Starts the CSV loggers without deleting the tables in their folders, as Lightning would."""
-    for logger in tables(trainer):
+    for logger in of_kind(CSVLogger, loggers):
         path = table_of(logger)
         aside = path.with_name(f"{path.name}.kept")  # where a crash in between leaves it, and the next start finds it
         if path.is_file():
@@ -128,29 +131,31 @@ def keep_tables(trainer: Trainer) -> None:
             writer.metrics_keys = header[0].strip().split(",") if header else []
 
 
-def delete_logs(trainer: Trainer, *, within: Path | None = None) -> None:
-    """Deletes all that was logged in the folders of this run; `within` a folder, if it is given."""
-
-    def is_inside(logger: TensorBoardLogger | CSVLogger) -> bool:
-        return within is None or Path(logger.log_dir).resolve().is_relative_to(within.resolve())
-
-    for events in filter(is_inside, tensorboards(trainer)):
+def delete_logs(trainer: Trainer, *, within: Path = Path("/")) -> None:
+    """Deletes what loggers of this trainer have written: tables, as Lightning does, and event files in this folder."""
+    for events in tensorboards(trainer):
+        if not Path(events.log_dir).resolve().is_relative_to(within.resolve()):
+            continue
         close_writer(events)  # or it would append to a file that is gone, and leave out its first record
         for path in event_files(events).values():
             path.unlink()
         # it may be torn, and the logger keeps one that is there
         (Path(events.log_dir) / events.NAME_HPARAMS_FILE).unlink(missing_ok=True)
-    for table in filter(is_inside, tables(trainer)):
+    for table in tables(trainer):
         table_of(table).unlink(missing_ok=True)
         table.experiment.metrics_keys = []
 
 
 def tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    return of_kind(TensorBoardLogger, trainer.loggers)
 
 
 def tables(trainer: Trainer) -> list[CSVLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+    return of_kind(CSVLogger, trainer.loggers)
+
+
+def of_kind(kind: type[L], loggers: Sequence[Logger]) -> list[L]:
+    return [logger for logger in loggers if isinstance(logger, kind)]
 
 
 def event_files(logger: TensorBoardLogger) -> dict[str, Path]:

@@ -10,7 +10,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -274,6 +274,42 @@ def damage_in_shards(folder: Path, share: tuple[int, int] = (0, 1)) -> str | Non
     except (UserError, OSError) as error:
         return str(error)
     return damage_in(folder / META)
+
+
+def damage_at(path: Path) -> str | None:
+    """What is wrong with a checkpoint, a file or a folder, by its checksums; None if nothing is.
+
+    The processes of a run share the work of a folder. One that finds damage there raises a UserError: the others would
+    otherwise resume from this checkpoint.
+    """
+    if not path.is_dir():
+        return damage_in(path)
+    share = share_of_process(os.environ)
+    if _key(path) not in undamaged:
+        problem = damage_in_shards(path, share)
+        if problem is not None and share[1] > 1:
+            raise UserError(f"{path} is damaged ({problem}); delete it to continue from the one before it")
+        if problem is not None:
+            return problem
+        undamaged.add(_key(path))
+    return None
+
+
+undamaged: set[tuple[Path, int]] = set()
+"""Sharded checkpoints in which this process has found no damage, by place and time of writing."""
+
+
+def _key(folder: Path) -> tuple[Path, int]:
+    metadata = folder / METADATA
+    return folder.resolve(), metadata.stat().st_mtime_ns if metadata.is_file() else 0
+
+
+def share_of_process(environment: Mapping[str, str]) -> tuple[int, int]:
+    """The rank of this process and the number of processes, if torchrun or srun has started several; else (0, 1)."""
+    for rank, processes in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        if rank in environment and processes in environment:
+            return int(environment[rank]), int(environment[processes])
+    return 0, 1
 
 
 @dataclass

@@ -9,13 +9,22 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from mupscale.atomic import missing_folders, open_to_write, remove_empty, write_durably
 from mupscale.commands.config import Config, brief, class_name, dictionary, differing_keys, read_json
-from mupscale.data_files import META, METADATA, damage_in, data_in, interpreting, json_of, read_yaml
+from mupscale.data_files import (
+    META,
+    METADATA,
+    data_in,
+    interpreting,
+    json_of,
+    read_bytes,
+    read_yaml,
+    refuse_endless_file,
+)
 from mupscale.errors import UserError, refuse_unless_whole
 
 RUN = "run.json"
@@ -100,7 +109,7 @@ class FolderLocked(UserError):
 def read_run(folder: Path) -> dict[str, Any]:
     """What run.json says of the run in a folder; empty if it is missing or damaged."""
     try:
-        content = json_of((folder / RUN).read_bytes())
+        content = json_of(read_bytes(folder / RUN))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -164,6 +173,8 @@ def newest_checkpoint(
     folder: Path, tell: Callable[[str], None] = lambda line: None
 ) -> tuple[Path | None, dict[str, Any]]:
     """The newest checkpoint of a run and its content; `tell` gets a line about each that is newer, but damaged."""
+    from mupscale.models.sharded import damage_at
+
     for path, checkpoint in checkpoints_of_run(folder, tell):
         problem = damage_at(path)
         if problem is None:
@@ -242,52 +253,15 @@ def load_validated(path: Path) -> dict[str, Any]:
 
     Raises a UserError if it is damaged, or holds more than data.
     """
-    if path.is_dir():
-        from mupscale.models.sharded import check_sharded
+    from mupscale.models.sharded import check_sharded, damage_at
 
+    refuse_endless_file(path)
+    if path.is_dir():
         check_sharded(path)
     problem = damage_at(path)
     if problem is not None:
         raise UserError(f"{path} is damaged ({problem}); nothing of it was loaded")
     return data_in(path / META if path.is_dir() else path, mapped=True)
-
-
-def damage_at(path: Path) -> str | None:
-    """What is wrong with a checkpoint, a file or a folder, by its checksums; None if nothing is.
-
-    The processes of a run share the work of a folder. One that finds damage there raises a UserError: the others would
-    otherwise resume from this checkpoint.
-    """
-    if not path.is_dir():
-        return damage_in(path)
-    from mupscale.models.sharded import damage_in_shards
-
-    share = share_of_process(os.environ)
-    if _key(path) not in undamaged:
-        problem = damage_in_shards(path, share)
-        if problem is not None and share[1] > 1:
-            raise UserError(f"{path} is damaged ({problem}); delete it to continue from the one before it")
-        if problem is not None:
-            return problem
-        undamaged.add(_key(path))
-    return None
-
-
-undamaged: set[tuple[Path, int]] = set()
-"""Sharded checkpoints in which this process has found no damage, by place and time of writing."""
-
-
-def _key(folder: Path) -> tuple[Path, int]:
-    metadata = folder / METADATA
-    return folder.resolve(), metadata.stat().st_mtime_ns if metadata.is_file() else 0
-
-
-def share_of_process(environment: Mapping[str, str]) -> tuple[int, int]:
-    """The rank of this process and the number of processes, if torchrun or srun has started several; else (0, 1)."""
-    for rank, processes in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
-        if rank in environment and processes in environment:
-            return int(environment[rank]), int(environment[processes])
-    return 0, 1
 
 
 def _counts(path: Path, checkpoint: dict[str, Any]) -> bool:

@@ -319,7 +319,7 @@ class CLI(LightningCLI):
         claimed = self.start.claim(trainer, takes_next=self._takes_next_version())
         for callback in callbacks_in(trainer, ExactResume):
             callback.run = {**claimed, "config": self.journal.config, "log_folders": log_folders(trainer)}
-        keep_tables(trainer)
+        keep_tables(trainer.loggers)
 
     def after_fit(self) -> None:
         if self.trainer.is_global_zero and self.journal.folder is not None:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,80 @@ def test_a_script_that_is_stopped_goes_on_where_it_stood(number: int, tmp_path: 
     assert list(differences(outcome(tmp_path / "run"), outcome(tmp_path / "wanted"))) == []
 
 
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> None:
+    """Starts the script, and ends it by Ctrl-C after a step."""
+    training_step = Autoencoder.training_step
+
+    def interrupted(self: Autoencoder, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == step - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return training_step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Autoencoder, "training_step", interrupted)
+        with pytest.raises(SystemExit):
+            script(folder, **options)
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "missing": lambda content: None,
+    "empty": lambda content: b"",
+    "cut off": lambda content: content[: len(content) // 2],
+    "overwritten": lambda content: content[:-3000] + bytes(100) + content[-2900:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_at(8, monkeypatch, tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/resume/step=8.ckpt"
+    left = DAMAGE[damage](newest.read_bytes())
+    newest.unlink()
+    if left is not None:
+        newest.write_bytes(left)
+    with nullcontext() if left is None else pytest.warns(UserWarning, match=r"step=8.ckpt is damaged"):
+        again = script(tmp_path / "run")
+    assert Path(str(again.trainer.ckpt_path)).name == "step=5.ckpt"
+    script(tmp_path / "wanted")
+    assert list(differences(outcome(tmp_path / "run"), outcome(tmp_path / "wanted"))) == []
+
+
+def test_a_run_does_not_take_up_another_run_whose_checkpoint_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs may have the folder of a logger, or of a ModelCheckpoint, in common."""
+    shared = lambda: {"callbacks": ModelCheckpoint(tmp_path / "shared", save_last=True, every_n_train_steps=1)}  # noqa: E731
+    interrupt_at(3, monkeypatch, tmp_path / "run", **shared())
+    interrupt_at(6, monkeypatch, tmp_path / "other", **shared())
+    assert script(tmp_path / "run", **shared()).trainer.ckpt_path == str(
+        tmp_path / "run/checkpoints/resume/step=3.ckpt"
+    )
+
+
+@pytest.mark.slow
+def test_checkpoints_that_a_user_keeps_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """A run that is killed writes those after its newest checkpoint again."""
+    own = lambda name: {"callbacks": ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=3, save_top_k=-1)}  # noqa: E731
+    training_step = Autoencoder.training_step
+
+    def killed(self: Autoencoder, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return training_step(self, batch, batch_idx)
+
+    def begun() -> None:
+        Autoencoder.training_step = killed
+        script(tmp_path / "run", **own("own"))
+
+    assert run_in_fork(begun) == -signal.SIGKILL
+    script(tmp_path / "run", **own("own"))
+    assert {path.name for path in (tmp_path / "own").iterdir()} == {
+        f"step={step}.ckpt" for step in range(3, STEPS + 1, 3)
+    }
+
+
 def test_a_new_run_does_not_start_in_the_folder_of_another(tmp_path: Path) -> None:
     script(tmp_path / "run")
     trainer = Trainer(accelerator="cpu", max_steps=6, **run_settings(tmp_path / "run", progress_bar=False))
@@ -110,20 +185,11 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 def test_the_run_keeps_its_checkpoints_in_its_folder_whatever_the_user_adds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    training_step, options, run = Autoencoder.training_step, OPTIONS[name], tmp_path / "run"
-
-    def interrupted(self: Autoencoder, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return training_step(self, batch, batch_idx)
-
-    monkeypatch.setattr(Autoencoder, "training_step", interrupted)
-    with pytest.raises(SystemExit):
-        script(run, **options(tmp_path))
+    options, run = OPTIONS[name], tmp_path / "run"
+    interrupt_at(3, monkeypatch, run, **options(tmp_path))
     point = run / "checkpoints/resume/step=3.ckpt"
     assert point.exists()
     assert f"stopped at step 3. The newest checkpoint is {point}. Start the same script" in capsys.readouterr().err
-    monkeypatch.setattr(Autoencoder, "training_step", training_step)
     again = script(run, **options(tmp_path))
     assert Path(str(again.trainer.ckpt_path)).resolve().parent.is_relative_to(run)
     names = sorted(path.name for path in (run / "checkpoints/resume").iterdir())

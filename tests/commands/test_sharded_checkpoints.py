@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from command_line import refused, small
 from stand_ins import Attack
 
-from mupscale.commands.checkpoints import damage_at, load_validated, undamaged
+from mupscale.commands.checkpoints import load_validated
 from mupscale.errors import UserError
-from mupscale.models.sharded import damage_in_shards
+from mupscale.models.sharded import damage_at, damage_in_shards, undamaged
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
 

@@ -25,7 +25,7 @@ from mupscale.callbacks.curves import flops_kind
 from mupscale.callbacks.tensorboard import cut_events, event_files, log_folders, tensorboards
 from mupscale.callbacks.trial_metric import TrialMetric, TrialScore, untrained_loss, window_of
 from mupscale.callbacks.upscale import UpscaleCallback, swaps_of
-from mupscale.commands.checkpoints import damage_at, read_run, write_run
+from mupscale.commands.checkpoints import read_run, write_run
 from mupscale.commands.cli import CLI, open_cli
 from mupscale.commands.config import class_name, dump
 from mupscale.commands.configured import first_batches
@@ -37,6 +37,7 @@ from mupscale.methods.noise import SignalNoise, save_constants
 from mupscale.models._lightning import callbacks_in, log_interval
 from mupscale.models.base import init_contexts
 from mupscale.models.checkpoint import RUN_KEY
+from mupscale.models.sharded import damage_at
 from mupscale.models.stacked import StackedModule, TrialGrowth, loss_of, optimizer_and_schedule, trial_checkpoint
 from mupscale.stacking.stack import bytes_per_model
 from mupscale.widening.stepping import step_records
