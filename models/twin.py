@@ -80,11 +80,11 @@ class TwinSpec:
             try:
                 _value_of(module.hparams, name)
             except (AttributeError, KeyError, IndexError, TypeError):
-                kept = ", ".join(module.hparams) or "none"
+                kept = ", ".join(module.hparams)
+                remedy = "Name one of them" if kept else "Call self.save_hyperparameters() in its __init__"
                 raise UserError(
                     f"UpscaleCallback.hparams: {name!r} is not among the hyperparameters of {type(module).__name__} "
-                    f"({kept}). Call self.save_hyperparameters() in its __init__, or give make=, a function that "
-                    "returns the wide module"
+                    f"({kept or 'none'}). {remedy}, or give make=, a function that returns the wide module"
                 ) from None
 
     def changes(self, module: LightningModule) -> dict[str, Any] | None:

@@ -293,9 +293,10 @@ def find_plan(
         agreement = check(planned)
     except Exception as error:  # whatever a model does when it runs
         failed = one_line(error, 400)
-        why = " for the same reason" if failed in str(refusal) else f": {failed}"
+        if failed in str(refusal):
+            raise refusal from None
         said = str(refusal).rstrip(".")
-        raise UserError(f"{said}. A search for another plan failed{why}") from error
+        raise UserError(f"{said}. A search for another plan failed: {failed}") from error
     if agreement.exact is False or (agreement.exact is None and not layers and not agreement.untested):
         raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
     text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"
