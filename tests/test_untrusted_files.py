@@ -231,6 +231,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "YAML: a pipe": (
         pipe("theirs/run/config.yaml", {f"theirs/run/{Path(EVENTS).name}": b""}), "report theirs", "theirs",
     ),
+    "YAML: a pipe that the user names": (pipe("pipe"), "plan --config pipe", "pipe is not a file"),
     "JSON: a pipe": (pipe("theirs/experiment.json"), "report theirs", "theirs"),
     "checkpoint: a pipe": (
         pipe("theirs/step=3.ckpt", {"theirs/config.yaml": CONFIGURED}), "resume theirs", "has no checkpoint that can",

@@ -126,7 +126,7 @@ def with_merged_callback_args(arguments: list[str]) -> list[str]:
         if option == "--callback_args":
             with suppress(ValueError, yaml.YAMLError):  # the parser says what is wrong with it
                 content = yaml_of(value)
-        elif Path(value).is_file():
+        elif Path(value).exists() and not Path(value).is_dir():
             with prefix_errors("config"):
                 whole = read_yaml(Path(value))
             if not isinstance(whole, dict):
