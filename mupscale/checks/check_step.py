@@ -495,7 +495,9 @@ class _Check:
                 "one fixed batch, and no state that it changes"
             )
         where = found[0] if found else first
-        return Difference(where.place, f"{first}. First, {where}{self._unlike_attributes()}", first.error, first.ratio)
+        known = [f". {note}" for note in self.plan.notes if note.startswith(f"{where.place or THE_MODEL}: ")]
+        what = f"{first}. First, {where}{self._unlike_attributes()}{''.join(known)}"
+        return Difference(where.place, what, first.error, first.ratio)
 
     def _alike(self, step: _CallStep) -> _CallStep:
         again = _CallStep(self, step.vary)

@@ -127,7 +127,7 @@ class Proposals:
         shared = math.gcd(n, w)
         # single units, or whole heads and groups, of which there is a fraction more
         yield from dict.fromkeys(evenly(n, w, block) for block in (1, *range(shared, 1, -1)) if shared % block == 0)
-        for factor in self._factors():
+        for factor in (int(factor) for factor in self._factors() if factor == int(factor)):
             grown = (w - n) / (factor - 1)
             if grown == int(grown) and 0 < grown < n:
                 x = int(grown)
@@ -186,9 +186,9 @@ class Proposals:
                 return power
         return ratio
 
-    def _factors(self) -> list[int]:
+    def _factors(self) -> list[float]:
         pairs = {sizes for use in self.hypothesis.uses.values() for sizes in use.sizes}
-        return sorted({w // n for n, w in pairs if n and w != n and w % n == 0})
+        return sorted({w / n for n, w in pairs if 0 < n < w})
 
     def _first_events(self) -> dict[str, int]:
         """The first event of a module that holds each tensor, or that contains one; other modules may read it too."""

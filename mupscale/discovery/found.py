@@ -93,22 +93,22 @@ class _Width(NamedTuple):
     wide: int
 
 
-def nearest_power(ratio: float, factor: int) -> float:
+def nearest_power(ratio: float, factor: float) -> float:
     """The power of a growth factor, in quarters, that is nearest to a ratio."""
     return float(factor ** (round(4 * math.log(ratio, factor)) / 4))
 
 
-def growth_factors(shapes: Mapping[str, tuple[Shape, Shape]], name: str) -> set[int]:
-    """The whole factors by which the axes of a tensor grow; if none of them does, those of all tensors."""
+def growth_factors(shapes: Mapping[str, tuple[Shape, Shape]], name: str) -> set[float]:
+    """The factors by which the axes of a tensor grow; if none of them does, those of all tensors."""
 
-    def of(narrow: Shape, wide: Shape) -> set[int]:
-        return {w // n for n, w in zip(narrow, wide, strict=True) if n and w > n and w % n == 0}
+    def of(narrow: Shape, wide: Shape) -> set[float]:
+        return {w / n for n, w in zip(narrow, wide, strict=True) if 0 < n < w}
 
     narrow, wide = shapes[name]
     return of(narrow, wide) if narrow != wide else set().union(*(of(*pair) for pair in shapes.values()))
 
 
-def without_rounding(rescale: Rescale, factors: Collection[int], tolerance: float) -> Rescale:
+def without_rounding(rescale: Rescale, factors: Collection[float], tolerance: float) -> Rescale:
     """A factor as a power of the growth factor, where it is one but for rounding (of a float32 constant, 1e-6)."""
     scale = rescale[0] if isinstance(rescale, tuple) else rescale
     for factor in sorted(factors):

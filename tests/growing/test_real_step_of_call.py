@@ -118,22 +118,26 @@ def test_what_one_step_shows_is_refused(name: str):
     assert any(each in str(error.value) for each in words.split("|")), error.value
 
 
-def test_an_inactive_max_norm_is_compensated_or_refused():
+def test_an_inactive_max_norm_is_compensated_or_refused_with_the_remedy():
     """Rows that are divided by the root of a whole factor keep their norm; with a fraction, some become longer."""
 
-    def build(n: int) -> nn.Module:
-        return seq(nn.Embedding(9, n, max_norm=3.6), nn.Linear(n, n), nn.Tanh(), nn.Linear(n, 4))
+    def build(n: int, largest: float = 3.6) -> nn.Module:
+        return seq(nn.Embedding(9, n, max_norm=largest), nn.Linear(n, n), nn.Tanh(), nn.Linear(n, 4))
 
-    narrow, optimizer = trained(build, WORDS)
     settings: dict[str, Any] = {"call": lambda model: model(WORDS[5])}
-    with pytest.raises(
-        UserError, match=r"call\(model\) returns differs.* First, what '0' \(Embedding\) returns differs"
-    ):
-        mupscale.upscale(narrow, build(12), optimizer, **settings)
-    wide = build(16)
-    report = mupscale.upscale(narrow, wide, optimizer, **settings)
-    assert report.exact is True
-    assert_trains_alike((narrow, optimizer), (wide, report.optimizer), WORDS)
+    words = (
+        r"call\(model\) returns differs.* First, what '0' \(Embedding\) returns differs.* 0: max_norm renormalises rows"
+    )
+    for largest, refused in ((3.6, build(12)), (9.0, build(16, 9.0))):
+        narrow, optimizer = trained(lambda n, largest=largest: build(n, largest), WORDS)
+        with pytest.raises(UserError, match=f"{words}, whose norm grows as sqrt.*unless max_norm grows with it"):
+            mupscale.upscale(narrow, refused, optimizer, **settings)
+    for largest, further in ((3.6, 3.6), (9.0, 9.0 * math.sqrt(2))):
+        narrow, optimizer = trained(lambda n, largest=largest: build(n, largest), WORDS)
+        wide = build(16, further)
+        report = mupscale.upscale(narrow, wide, optimizer, **settings)
+        assert report.exact is True
+        assert_trains_alike((narrow, optimizer), (wide, report.optimizer), WORDS)
 
 
 def assert_trains_alike(narrow: Any, wide: Any, batches: Tensor) -> None:
@@ -273,6 +277,16 @@ def test_a_growing_buffer_that_is_not_saved_is_no_traceback_where_models_differ(
 
     with pytest.raises(UserError, match="does not compute and train as the narrow one"):
         grown(build, on_mismatch="error")
+
+
+def test_a_constant_of_the_width_is_compensated_by_a_fraction():
+    def build(n: int) -> nn.Module:
+        parts = {"e": nn.Embedding(9, n), "p": nn.Parameter(torch.randn(5, n)), "c": nn.Linear(n, 4), "n": n}
+        return Net(lambda s, x: s.c(torch.tanh(s.e(x) * math.sqrt(s.n) + s.p)), **parts)
+
+    narrow, optimizer = trained(build, WORDS)
+    report = mupscale.upscale(narrow, build(12), optimizer, call=lambda model: model(WORDS[5]))
+    assert (report.exact, report.plan.parameters["e.weight"].rescale) == (True, 1.5**-0.5)
 
 
 def test_lists_of_parameters_of_unlike_shapes():
