@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from mupscale import _imports as _imports
 
 if TYPE_CHECKING:
+    from mupscale import hf as hf
     from mupscale import methods as methods
     from mupscale import schedules as schedules
     from mupscale.base_shapes import apply_mup as apply_mup
@@ -57,7 +58,7 @@ _HOME = {
 _IN_LIGHTNING = {"UpscaleCallback": "callbacks.upscale", "run_settings": "callbacks.plain"}
 """Names that load Lightning too."""
 
-_ROOMS = ("methods", "schedules")
+_ROOMS = ("hf", "methods", "schedules")
 """Modules with names of their own, loaded when they are used."""
 
 __all__ = [*_HOME]
