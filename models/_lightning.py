@@ -23,14 +23,16 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.parsing import AttributeDict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from mupscale._torch import forward_pre_hooks
 from mupscale.errors import refuse_unless_level
 
 C = TypeVar("C")
@@ -57,6 +59,13 @@ def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
 
 def profiler_of(trainer: Trainer) -> Profiler:
     return trainer.profiler  # type: ignore[attr-defined]
+
+
+def recorders_in(module: nn.Module) -> dict[int, RegisterRecordFunction]:
+    """Returns what a PyTorchProfiler has put into the hooks of modules, which cannot be copied, by its `id`."""
+    hooks = (hook for part in module.modules() for hook in forward_pre_hooks(part))
+    owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in hooks)
+    return {id(owner): owner for owner in owners if isinstance(owner, RegisterRecordFunction)}
 
 
 def is_trial_run(trainer: Trainer) -> bool:

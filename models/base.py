@@ -34,6 +34,7 @@ from mupscale.models import checkpoint as checkpoints
 from mupscale.models._lightning import (
     averaged_copy,
     averaging_callbacks,
+    recorders_in,
     replace_attributes,
     set_average,
     set_hyperparameters,
@@ -240,9 +241,10 @@ class Growable(LightningModule):
                 why = "has no residual blocks: give model.layers"
             raise UserError(f"{type(self).__name__} {why}")
         alike = copy.copy(self)
+        memo = {id(self): alike, **recorders_in(self)}
         for key in ("_modules", "_parameters", "_buffers"):
             others = {name: part for name, part in vars(self)[key].items() if name != "net"}
-            vars(alike)[key] = copy.deepcopy(others, {id(self): alike})
+            vars(alike)[key] = copy.deepcopy(others, dict(memo))
         alike.net = None
         # it is never trained, and these need not be what can be pickled
         alike.optimizer_callable, alike.lr_scheduler_callable = torch.optim.SGD, None

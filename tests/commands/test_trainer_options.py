@@ -84,7 +84,7 @@ def _global_settings() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except(WORK, kept=["detect_anomaly", "overfit_batches", "EarlyStopping"]))
+@pytest.mark.parametrize("name", slow_except(WORK, kept=["detect_anomaly", "overfit_batches", "profiler pytorch"]))
 def test_works_and_resumes(name: str, tmp_path: Path) -> None:
     options = {"enable_progress_bar": False} | WORK[name]
     given = options.pop("callbacks", [])
