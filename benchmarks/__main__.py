@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"there is no benchmark {arguments[0]!r}\n\n{usage}")
     else:
         name, *others = arguments
-        module = import_module("benchmarks.cases" if name in ("gpt2", "mlp", "resnet") else f"benchmarks.{name}")
+        module = import_module("benchmarks.cases" if name in ("gpt2", "fp8", "mlp", "resnet") else f"benchmarks.{name}")
         if hasattr(module, "main"):
             module.main(others)
         else:

@@ -2,6 +2,7 @@
 
     git clone https://github.com/yuxinma98/mupscaling
     python -m benchmarks gpt2 --against mupscaling --repeat 3 [--quick] [--only "width 768"]
+    python -m benchmarks fp8 --against mupscaling --repeat 3
     python -m benchmarks mlp [--quick] [--out mlp.json]     # and resnet
 
 TFLOP/s count the matmuls of a step as torch's FLOP counter does, with attention in full. The authors' network and
@@ -14,6 +15,7 @@ import importlib.util
 import io
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import ONLY, Options, Row
-from benchmarks.training import Case, compare_sides
+from benchmarks.training import Case, bare, compare_sides
 from mupscale.datamodules.cifar100 import AugmentingLoader, normalisation_table, padded
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.fp8 import is_large
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
@@ -40,6 +43,7 @@ SIZES = {  # name: width, layers, heads, vocabulary, batch
     "12 layers, width 3840": (3840, 12, 12, 50304, 8),
     "12 layers, width 3840, head_dim 64": (3840, 12, 60, 50304, 8),
 }
+FP8_SIZES = {f"width {width}": (width, 12, width // 64, 50304, rows) for width, rows in ((1920, 16), (3840, 8))}
 QUICK = {"2 layers, width 32": (32, 2, 2, 64, 4)}
 CLIP = 1.0
 
@@ -49,19 +53,46 @@ def token_rows(vocabulary: int, context: int, batch: int, device: torch.device) 
     return ResidentLoader((tokens.to(device),), batch, shuffle=True)
 
 
-def gpt2(options: argparse.Namespace) -> Iterator[Case]:
+def gpt2(options: argparse.Namespace, sizes: dict[str, tuple[int, ...]] = SIZES) -> Iterator[Case]:
     quick, context = options.quick, 32 if options.quick else 1024
-    for name, shape in (QUICK if quick else SIZES).items():
+    for name, shape in (QUICK if quick else sizes).items():
         width, layers, heads, vocabulary, batch = shape
         module = partial(
             GPT2, width, layers=layers, heads=heads, vocabulary=vocabulary, context=context, compile=not quick
         )
-        rival = None if options.against is None else partial(train_authors, options.against, shape, context)
+        authors = (
+            {} if options.against is None else {"authors": partial(train_authors, options.against, shape, context)}
+        )
         steps = 5 if quick else 15 if width > 1000 else 40
         yield Case(
-            name, module, partial(token_rows, vocabulary, context, batch), rival, "tok", batch * context, steps=steps,
-            warm_up=6 if quick else 10, precision="bf16-mixed", clip=CLIP,
+            name, module, partial(token_rows, vocabulary, context, batch), "tok", batch * context, steps=steps,
+            warm_up=6 if quick else 10, precision="bf16-mixed", clip=CLIP, others=authors,
         )  # fmt: skip
+
+
+def fp8(options: argparse.Namespace) -> Iterator[Case]:
+    """The blocks in float8, beside bare loops in bfloat16 and with torchao's layers."""
+    for case in gpt2(options, FP8_SIZES):
+        others = {**case.others, "bf16": partial(bare, case)}
+        if not options.quick:
+            others["torchao"] = partial(
+                bare, replace(case, module=partial(WithTorchao, *case.module.args, **case.module.keywords))
+            )
+        yield replace(case, module=partial(case.module, fp8=not options.quick), others=others)
+
+
+class WithTorchao(GPT2):
+    """The same layers as `fp8: true` takes, by torchao."""
+
+    def prepare_network(self) -> None:
+        from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
+
+        assert self.net is not None
+        for block in self.blocks_of(self.net):
+            convert_to_float8_training(
+                block, module_filter_fn=lambda layer, _: type(layer) is nn.Linear and is_large(layer)
+            )
+        super().prepare_network()
 
 
 def load_authors(checkout: Path, file: str, *names: str) -> ModuleType:
@@ -144,7 +175,7 @@ def mlp(options: argparse.Namespace) -> Iterator[Case]:
     quick, count = options.quick, 10_000 if options.quick else 464_809
     for width in [16] if quick else [500, 2000]:
         yield Case(
-            f"width {width}", partial(MLP, width), partial(table_batches, count), None, "row", MLP_BATCH,
+            f"width {width}", partial(MLP, width), partial(table_batches, count), "row", MLP_BATCH,
             steps=20 if quick else 3000, warm_up=6 if quick else 100, precision="32-true",
         )  # fmt: skip
 
@@ -173,17 +204,21 @@ def resnet(options: argparse.Namespace) -> Iterator[Case]:
     for width in [8] if quick else list(RESNET_STEPS):
         module = partial(ResNet18, width, optimizer=partial(torch.optim.SGD, **SGD), compile=not quick)
         yield Case(
-            f"width {width} ({width / 64:g}×)", module, partial(image_batches, count), None, "img", RESNET_BATCH,
+            f"width {width} ({width / 64:g}×)", module, partial(image_batches, count), "img", RESNET_BATCH,
             steps=4 if quick else RESNET_STEPS[width], warm_up=5 if quick else 50, precision="bf16-mixed",
         )  # fmt: skip
 
 
-CASES = {"gpt2": gpt2, "mlp": mlp, "resnet": resnet}
+CASES = {"gpt2": gpt2, "fp8": fp8, "mlp": mlp, "resnet": resnet}
 
 
 OPTIONS: Options = ONLY | {
     "--repeat": {"type": int, "default": 1, "help": "how often all sides of a case are measured, in turn"},
-    "--against": {"type": Path, "metavar": "DIR", "help": "for gpt2: a checkout of the authors' code to train beside"},
+    "--against": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "for gpt2, fp8: a checkout of the authors' code to train beside",
+    },
 }
 
 

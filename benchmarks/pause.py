@@ -94,7 +94,7 @@ def case(name: str, shape: Shape, options: argparse.Namespace) -> Case:
     )  # fmt: skip
     steps, warm_up = (4, 5) if options.quick else (30, WARM_UP)
     batches = partial(token_rows, vocabulary, context, rows)
-    return Case(name, module, batches, None, "tok", rows * context, steps, warm_up, "bf16-mixed", 0)
+    return Case(name, module, batches, "tok", rows * context, steps, warm_up, "bf16-mixed", 0)
 
 
 def measure(name: str, way: str, small: Shape, large: Shape, options: argparse.Namespace) -> Row:

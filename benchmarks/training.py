@@ -1,8 +1,8 @@
-"""Shared by the training benchmarks: trains one network in two or three ways, in one run, and prints a table.
+"""Shared by the training benchmarks: trains one network in several ways, in one run, and prints a table.
 
 - ours: `Trainer.fit` with logging, checkpoints, curves, a progress bar and learning-rate monitor on;
 - bare: the same network, optimizer, batches and speed options in a bare torch loop;
-- authors: for GPT-2, the authors' code.
+- the others of a case, such as the authors' code.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,15 +35,16 @@ class Case:
     """One network at one size."""
 
     name: str
-    module: Callable[[], Growable]
+    module: partial[Growable]
     batches: Callable[[torch.device], Any]  # a loader of resident batches
-    rival: Callable[[torch.device], Iterator[None]] | None  # a step of the authors' code each time it is asked
     unit: str
     units_per_step: int
     steps: int
     warm_up: int
     precision: str
     clip: float | None = None
+    others: dict[str, Callable[[torch.device], Iterator[Any]]] = field(default_factory=dict)
+    """Other sides, by name: a step, and its loss if it is to be shown, each time it is asked for one."""
 
 
 class Clock(Callback):
@@ -177,11 +178,9 @@ def measured(case: Case, name: str, device: torch.device) -> Row:
     loss: Any = None
     if name == "ours":
         clock, loss = ours(case, device)
-    elif name == "bare":
-        clock, loss = timed(bare(case, device), case.warm_up, case.steps)
     else:
-        assert case.rival is not None
-        clock, _ = timed(case.rival(device), case.warm_up, case.steps)
+        steps_of = {**case.others, "bare": partial(bare, case)}
+        clock, loss = timed(steps_of[name](device), case.warm_up, case.steps)
     first, last = case.warm_up, max(clock.at)
     steps = clock.rate(first, last)
     flops = case.module().training_flops(next(iter(case.batches(torch.device("cpu")))))
@@ -211,10 +210,10 @@ def matmul_peak(device: torch.device) -> float:
 def compare_sides(given: argparse.Namespace, cases: list[Case]) -> Iterator[Row]:
     """Measures the sides of all cases, each beside those before it."""
     torch.set_float32_matmul_precision("high")
-    sides = [*(["authors"] if any(case.rival for case in cases) else []), "bare", "ours"]
     yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
     for case in (case for case in cases if given.only in case.name):
         measurements: list[Row] = []
+        sides = [*case.others, "bare", "ours"]
         for _ in range(given.repeat):
             before: dict[str, float] = {}
             for side in sides:
