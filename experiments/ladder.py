@@ -395,8 +395,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder of the runs, or of the CSV files")
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="write the CSV files from this folder of runs")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), help="by default muon if the file has its rate")
-    parser.add_argument("--muon-lr", type=float, help="rate of Muon at width 64, for all sizes")
     parser.add_argument("--only", default="", help="the runs in whose names this pattern is found")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -405,12 +403,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         collect(options.collect, options.out)
         return
     ladder = read_ladder(options.ladder)
-    if options.muon_lr:
-        ladder = replace(ladder, muon_lr=options.muon_lr, muon_lrs={})
-    if options.optimizer == "adamw":
-        ladder = replace(ladder, muon_lr=0.0)
-    elif options.optimizer == "muon" and not ladder.muon_lr:
-        parser.error(f"give --muon-lr: {options.ladder}.yaml has none")
     runs = [run for run in plan_runs(ladder, options.seeds) if re.search(options.only, run.name)]
     for name in ("runs", "states"):
         (options.out / name).mkdir(parents=True, exist_ok=True)

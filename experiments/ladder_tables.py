@@ -4,7 +4,6 @@ python -m experiments.ladder_tables
 """
 
 import argparse
-import csv
 import math
 import re
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from experiments.ladder import Ladder, Size, Way, read_ladder, read_way
 from mupscale.commands import figures
 from mupscale.commands.reporting.compare import compare
+from mupscale.text_tables import read_csv
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "ladder.md"
 RUNS = PAGE.with_suffix("") / "runs.csv"
@@ -87,7 +87,7 @@ class Ends:
         """Losses by seed, by growth and budget."""
         self.rises: dict[tuple[Growth, float], list[float]] = defaultdict(list)
         """The rise of the loss at the growth, by growth and budget."""
-        for row in read_rows(path):
+        for row in read_csv(path):
             size, base_layers = Size(int(row["width"]), int(row["layers"])), int(row["base_layers"] or 0)
             budget, loss, rate, seed = float(row["budget"]), float(row["loss"]), float(row["lr"]), int(row["seed"])
             if not row["from_width"]:
@@ -142,11 +142,6 @@ class Ends:
         spent = math.log2(2**budget - 2**growth.at) if against == "base exists" else budget
         found = compare(dict.fromkeys(needed, spent), needed, self.count_arms(growth.direction))
         return Interval(len(needed), 2**found.mean, 2**found.low, 2**found.high, is_bound)
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def reach(curve: Curve, loss: float, straight: bool = False) -> float | None:
@@ -345,7 +340,7 @@ def sunk_table(_: Ends) -> str:
 def released_table(_: Ends) -> str:
     """The loss of each way to train a released checkpoint on, at the best of its rates, by share of its compute."""
     losses: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in read_rows(RUNS.parent / "released.csv"):
+    for row in read_csv(RUNS.parent / "released.csv"):
         losses[row["arm"], f"{float(row['share']):g}"][row["lr"]].append(float(row["loss"]))
     rows: Table = defaultdict(dict)
     for (arm, share), by_rate in losses.items():

@@ -2,7 +2,6 @@
 
 import csv
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from experiments.ladder import Rates, Run, Size, Way, make_model, plan_runs, rea
 from experiments.steps import State, Text, state_of, step_muon
 
 QUICK = read_ladder("quick")
-MUON = replace(QUICK, muon_lr=0.016)
+MUON = read_ladder("quick_muon")
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +26,13 @@ def fresh_runners(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("name", "muon_lr"), [("quick", ""), ("quick_muon", "0.016")])
 def test_a_ladder_grows_from_its_trunks_and_keeps_finished_runs(
-    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, muon_lr: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ladder, "processes", ThreadPoolExecutor)
-    command = ["quick", "--device", "cpu", "--out", str(tmp_path), "--seeds", "0", "--optimizer", optimizer]
-    command += ["--muon-lr", "0.016", "--only", "(^|-)(16x1|32x1|16-32x1|32x2)-lr0.0078(-muon0.016)?-seed0(?!.*inter)"]
+    command = [name, "--device", "cpu", "--out", str(tmp_path), "--seeds", "0"]
+    command += ["--only", "(^|-)(16x1|32x1|16-32x1|32x2)-lr0.0078(-muon0.016)?-seed0(?!.*inter)"]
     ladder.main(command)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*.json")}
     assert len(kept) == 3 + 6, "sizes, and ways to grow"
@@ -43,7 +42,7 @@ def test_a_ladder_grows_from_its_trunks_and_keeps_finished_runs(
     with (tmp_path / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * len(kept)
-    assert {row["muon_lr"] for row in rows} == {"0.016" if optimizer == "muon" else ""}
+    assert {row["muon_lr"] for row in rows} == {muon_lr}
     for row in rows:
         budget = QUICK.budget(float(row["budget"]))
         step = QUICK.flops(Size(int(row["width"]), int(row["layers"])))
