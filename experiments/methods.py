@@ -13,8 +13,9 @@ import pandas as pd
 
 from experiments.study import run
 from mupscale.commands.checkpoints import read_result
-from mupscale.commands.experiment import OPTIONAL, REQUIRED, Study, Swept, begin, grow
+from mupscale.commands.experiment import OPTIONAL, REQUIRED, Study, begin, grow
 from mupscale.commands.reporting import load_curves, load_runs
+from mupscale.commands.sweep_folder import SweepFolder
 
 AFTER, WINDOW = 100, 20
 """Steps after the growth at which losses are compared, and how many of them are averaged."""
@@ -35,7 +36,7 @@ def compare_methods(study: Study, content: dict[str, Any]) -> None:
     print(f"wrote {study.out / 'methods.csv'}")
 
 
-def table_of(name: str, swept: Swept) -> pd.DataFrame:
+def table_of(name: str, swept: SweepFolder) -> pd.DataFrame:
     """A row for each seed: losses of the next batch just before and after the growth, a little later, at the end."""
     runs, curves = load_runs(swept.folder), load_curves(swept.folder)
     rows = []

@@ -27,6 +27,9 @@ from mupscale.errors import UserError
 
 SHARE = re.compile(r"(\d+(?:\.\d+)?)%( of the budget)?")
 FIXED = "narrow", "middle", "wide"
+KEYS = (
+    "config", "small", "target", "middle", "small_middle", "seeds", "shares", "noises", "sweep_1", "sweep_2"
+)  # fmt: skip
 
 
 class Costs(NamedTuple):
@@ -75,8 +78,7 @@ def stretch(schedule: Any, steps: int, grows: tuple[int, float] | None) -> Any:
 
 def count_costs(study: Study, sizes: list[Size]) -> Costs:
     """Counts the FLOPs of a step at every size, and the steps of the configured run."""
-    files = [study._file(f"config-{index}", layer) for index, layer in enumerate(study.config)]
-    config, cli = load_configuration([*(f"--config={path}" for path in files), *study.options], "experiment")
+    config, cli = load_configuration(study.of_fit, "experiment")
     trainer, (batch,) = config["trainer"], first_batches(cli.model, cli.datamodule, 1)
     batches, limit = len(cli.datamodule.train_dataloader()), trainer["limit_train_batches"]
     if limit is not None:
@@ -152,19 +154,7 @@ def write(study: Study, rows: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    required = (
-        "config",
-        "small",
-        "target",
-        "middle",
-        "small_middle",
-        "seeds",
-        "shares",
-        "noises",
-        "sweep_1",
-        "sweep_2",
-    )
-    run("midrun", __doc__, compare_midrun, required, ("metric", "schedules", "tuned_at"), arguments)
+    run("midrun", __doc__, compare_midrun, KEYS, ("metric", "schedules", "tuned_at"), arguments)
 
 
 if __name__ == "__main__":

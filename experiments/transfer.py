@@ -16,7 +16,8 @@ import pandas as pd
 
 from experiments.study import run
 from mupscale.commands import figures
-from mupscale.commands.experiment import Study, Swept, checkpoint_of, growing, of_size, refuse_diverged
+from mupscale.commands.experiment import Study, checkpoint_of, growing, of_size, refuse_diverged
+from mupscale.commands.sweep_folder import SweepFolder
 from mupscale.commands.widths import Size, SizePair, folder_name, growth_of
 from mupscale.errors import UserError
 
@@ -83,9 +84,10 @@ def width_number(width: Size) -> float:
     return math.prod(width) ** (1 / len(width)) if isinstance(width, list) else float(width)
 
 
-def losses_of(swept: Swept, key: str) -> Losses:
+def losses_of(swept: SweepFolder, key: str) -> Losses:
     """The metric of every seed; seeds after one that diverged are not run."""
-    columns = [f"seed {seed}" for seed in swept.seeds] if len(swept.seeds) > 1 else [swept.metric]
+    metric, seeds = swept.settings["metric"], swept.settings["seeds"]
+    columns = [f"seed {seed}" for seed in seeds] if len(seeds) > 1 else [metric]
     return {
         float(row[key]): [float(row[name].replace("diverged", "inf")) for name in columns if row[name]]
         for row in swept.rows

@@ -9,7 +9,6 @@ All state is in the folder --out. To continue an interrupted experiment, run the
 
 import argparse
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,10 +23,10 @@ from mupscale.commands import sweep
 from mupscale.commands.config import Config, read_json, refuse_difference
 from mupscale.commands.lab.execution import add_options, goes_on_when_repeated, refuse_options
 from mupscale.commands.process import ArgumentParser, command_line, without_collections
+from mupscale.commands.sweep_folder import SweepFolder
 from mupscale.commands.widths import Size, SizePair, growth_of, model_size
 from mupscale.data_files import DECIMAL, interpreting, read_yaml
 from mupscale.errors import UserError, needs_extra, prefix_errors
-from mupscale.text_tables import read_csv
 
 EPILOG = """All other options are those of fit, and override the configuration of every run (--data.data_dir=…,
 --trainer.max_epochs=40). More in docs/experiments.md."""
@@ -42,45 +41,6 @@ Axes = dict[str, list[Any] | str]
 
 
 # --- sweeps in a folder
-
-
-@dataclass(frozen=True)
-class Swept:
-    """A sweep in its folder."""
-
-    folder: Path
-    seeds: list[int]
-    metric: str
-
-    @property
-    def best(self) -> Path | None:
-        """The file with the best values; None if there is none yet, or if all trials diverged."""
-        path = self.folder / "best.yaml"
-        return path if path.exists() else None
-
-    @property
-    def rows(self) -> list[dict[str, str]]:
-        return read_csv(self.folder / "trials.csv")
-
-    @property
-    def has_diverged(self) -> bool:
-        """Whether it is finished, and all of its trials diverged."""
-        path = self.folder / "sweep.json"
-        total = read_json(path)["trials"] if path.exists() else math.inf
-        return len(self.rows) == total and all(row[self.metric] == "diverged" for row in self.rows)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.best is not None or self.has_diverged
-
-    @property
-    def checkpoint(self) -> Path:
-        """The last checkpoint of the best trial. `{seed}` in it stands for the seed, if there are several."""
-        finite = [row for row in self.rows if row[self.metric] != "diverged"]
-        run = min(finite, key=lambda row: float(row[self.metric]))["run"]
-        if len(self.seeds) > 1:
-            run = run.replace(f"seed={self.seeds[0]}", "seed={seed}")
-        return self.folder / run / "checkpoints" / "last.ckpt"
 
 
 @dataclass(frozen=True)
@@ -106,23 +66,28 @@ class Study:
     checked: list[str] = field(default_factory=list)
     """The names of the sweeps that a study which only checks was asked for."""
 
-    def sweep(self, name: str, axes: Axes, seeds: list[int], *layers: Config | Path | None) -> Swept:
+    @property
+    def of_fit(self) -> list[str]:
+        """The arguments of `fit` that all runs share."""
+        files = [self._file(f"config-{index}", layer) for index, layer in enumerate(self.config)]
+        return [*(f"--config={path}" for path in files), *self.options]
+
+    def sweep(self, name: str, axes: Axes, seeds: list[int], *layers: Config | Path | None) -> SweepFolder:
         """Makes a sweep over `axes` in the folder `name`, or, without axes, one run of each seed.
 
         `layers` are mappings and files over the configuration; None is left out.
         """
-        swept = Swept(self.out / name, seeds, self.metric)
+        swept = SweepFolder(self.out / name)
         if swept.is_finished and not self.only_checks:
             return swept
-        files = [self._file(f"config-{index}", layer) for index, layer in enumerate(self.config)]
-        above = [self._file(f"{name}-{index}", layer) for index, layer in enumerate(layers) if layer]
-        of_fit = [*(f"--config={path}" for path in files), *self.options, *(f"--config={path}" for path in above)]
-        tables, seeded = [f"{key}={as_values(values)}" for key, values in axes.items()], ",".join(map(str, seeds))
-        of_sweep = [*(f"--sweep={table}" for table in tables), f"--seeds={seeded}", f"--metric={self.metric}"]
-        arguments = [*of_fit, *of_sweep, f"--out={swept.folder}", *self.how]
+        arguments = self.of_fit
+        arguments += [f"--config={self._file(f'{name}-{index}', layer)}" for index, layer in enumerate(layers) if layer]
+        arguments += [f"--sweep={key}={as_values(values)}" for key, values in axes.items()]
+        arguments += [f"--seeds={','.join(map(str, seeds))}", f"--metric={self.metric}", f"--out={swept.folder}"]
+        arguments += self.how
         if self.only_checks:
             with prefix_errors(name):
-                check(of_fit, tables, seeded)
+                sweep.sweep_settings(*sweep.parser().own_and_other(arguments))
             self.checked.append(name)
             return swept
         print(f"{name}: {command_line('sweep', *arguments)}", flush=True)
@@ -149,19 +114,6 @@ class Study:
 def as_values(values: list[Any] | str) -> str:
     """Values as `--sweep` takes them."""
     return values if isinstance(values, str) else ",".join(map(json.dumps, values))
-
-
-def check(of_fit: list[str], tables: list[str], seeds: str) -> None:
-    """Raises a UserError if `fit` would refuse the configuration, its growths, or a value of an axis."""
-    from mupscale.commands.cli import load_configuration, refuse_growths
-    from mupscale.commands.configured import refuse_optimizers
-    from mupscale.commands.lab.space import for_trials, parsed_axis, refuse_invalid, seeds_of
-
-    seeds_of(seeds)
-    config, cli = load_configuration(of_fit, "experiment")
-    refuse_growths(cli.model, cli.trainer)
-    refuse_optimizers(cli.model, cli.trainer)
-    refuse_invalid(for_trials(config), [parsed_axis(text) for text in tables], "the key")
 
 
 def of_size(size: Size) -> Config:
@@ -210,7 +162,7 @@ def begin(study: Study, content: dict[str, Any]) -> Begun:
     return Begun(checkpoint_of(study, tuner), checkpoint_of(study, base), tuned)
 
 
-def grow(study: Study, content: dict[str, Any], begun: Begun, name: str = "", **arguments: Any) -> Swept | None:
+def grow(study: Study, content: dict[str, Any], begun: Begun, name: str = "", **arguments: Any) -> SweepFolder | None:
     """Makes sweep 2, and the growth of every base with its best values; None if all trials of the sweep diverged.
 
     `name` and `arguments` of the callback are those of a growth method, where several are compared.
@@ -231,7 +183,7 @@ def growths_of(content: dict[str, Any]) -> list[SizePair]:
     return [growth_of(key, content[key]) for key in ("small", "target")]
 
 
-def refuse_diverged(swept: Swept) -> None:
+def refuse_diverged(swept: SweepFolder) -> None:
     if swept.has_diverged:
         raise UserError(
             f"{swept.folder}: all runs diverged, and others depend on them; give smaller learning rates or less noise "
@@ -239,7 +191,7 @@ def refuse_diverged(swept: Swept) -> None:
         )
 
 
-def checkpoint_of(study: Study, swept: Swept) -> Path:
+def checkpoint_of(study: Study, swept: SweepFolder) -> Path:
     """The checkpoint of a sweep; a placeholder while a study is only checked."""
     return Path("base.ckpt") if study.only_checks else swept.checkpoint
 
@@ -303,7 +255,7 @@ def conduct(study: Study, make: Make, content: dict[str, Any], *, only_plan: boo
             make(replace(study, out=Path(folder), only_checks=True), content)
     if only_plan:
         for name in study.checked:
-            is_finished = Swept(study.out / name, [], study.metric).is_finished
+            is_finished = SweepFolder(study.out / name).is_finished
             print(f"{name}: {'finished' if is_finished else 'not finished'}")
         return False
     study.out.mkdir(parents=True, exist_ok=True)

@@ -125,10 +125,11 @@ def sweep_settings(options: argparse.Namespace, rest: list[str]) -> "Settings":
     axes = [parsed_axis(text) for text in options.sweep]
     refuse_axes(options, axes)
     checked_metric(options.metric)
-    config = for_trials(load_configuration(rest, "sweep")[0])
+    given, cli = load_configuration(rest, "sweep")
+    config = for_trials(given)
     signal_swap(config)
     if not (options.out / "sweep.json").exists():  # otherwise they were checked when it was written
-        refuse_invalid(config, axes, "--sweep")
+        refuse_invalid(cli, config, axes)
     seeds = [config["seed_everything"]] if options.seeds is None else seeds_of(options.seeds)
     config["seed_everything"] = seeds[0]
     trials = options.trials or len(list(grid(axes)))

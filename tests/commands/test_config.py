@@ -47,5 +47,5 @@ METHODS = [{"class_path": f"mupscale.methods.{name}"} for name in ("Duplication"
 )
 def test_a_bad_value_in_the_middle_is_refused(key: str, values: list[Any], bad: str) -> None:
     config = for_trials(configuration("a"))
-    with pytest.raises(UserError, match=f"^here: {key}=.*{bad}"):
-        refuse_invalid(config, [SweptAxis("seed_everything", (0, 1)), SweptAxis(key, tuple(values))], "here:")
+    with pytest.raises(UserError, match=f"^--sweep {key}=.*{bad}"):
+        refuse_invalid(parsed(config), config, [SweptAxis("seed_everything", (0, 1)), SweptAxis(key, tuple(values))])

@@ -18,7 +18,8 @@ from programs import start_fork, wait_until
 
 from mupscale.__main__ import main
 from mupscale.commands.checkpoints import read_result
-from mupscale.commands.experiment import OPTIONAL, REQUIRED, Study, Swept, as_values, growths_of, read
+from mupscale.commands.experiment import OPTIONAL, REQUIRED, Study, as_values, growths_of, procedure, read
+from mupscale.commands.sweep_folder import SweepFolder
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -103,20 +104,18 @@ def test_a_killed_experiment_goes_on_to_the_same_numbers() -> None:
 def test_without_sweep_1_a_small_base_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     content = read(Path(file(described(sweep_1=None))), REQUIRED, OPTIONAL)
     study, calls = Study(Path("out"), content["config"], only_checks=True), []
-    monkeypatch.setattr("mupscale.commands.experiment.check", lambda of_fit, tables, seeds: calls.append(tables))
-    from mupscale.commands.experiment import procedure
-
+    monkeypatch.setattr("mupscale.commands.sweep.sweep_settings", lambda options, rest: calls.append(options.sweep))
     procedure(study, content)
     assert study.checked == ["small_base", "base", "scratch", "sweep_2", "upscale"]
-    assert [len(tables) for tables in calls] == [0, 0, 0, 2, 0]
+    assert [len(axes) for axes in calls] == [0, 0, 0, 2, 0]
 
 
 def test_a_sweep_in_its_folder() -> None:
     folder = Path("s")
     folder.mkdir()
-    swept = Swept(folder, [3, 4], "m")
+    swept = SweepFolder(folder)
     assert not swept.is_finished
-    (folder / "sweep.json").write_text(json.dumps({"trials": 2}))
+    (folder / "sweep.json").write_text(json.dumps({"trials": 2, "metric": "m", "seeds": [3, 4]}))
     rows = "trial,m,run\n0,diverged,trials/000_a,seed=3\n"
     (folder / "trials.csv").write_text(rows.replace("trials/000_a,seed=3", '"trials/000_a,seed=3"'))
     assert not swept.is_finished
@@ -140,7 +139,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no file": ({"config": "nowhere.yaml"}, "sweep_1: "),
     "other factors": ({"target": [16, 64]}, "target grows from 16 → 64, small from 8 → 16; give one factor"),
     "a table that is a list": ({"sweep_2": [1]}, "sweep_2: give keys and their values"),
-    "a key that fit has not": ({"sweep_2": {"model.nothing": [1]}}, "sweep_2: the key"),
+    "a key that fit has not": ({"sweep_2": {"model.nothing": [1]}}, "sweep_2: --sweep "),
     "a noise that is none": ({"noise": {"class_path": "torch.nn.Linear"}}, "sweep_2: "),
     "a width that is refused": ({"target": [-16, -32]}, "target: give two widths"),
 }

@@ -38,6 +38,18 @@ from mupscale.models.mlp import MLP
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
+@pytest.fixture
+def checked_values() -> None:
+    """All values are checked before the first trial."""
+
+
+@pytest.fixture(autouse=True)
+def _unchecked_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check takes a second. Only tests with the fixture above are about it."""
+    if "checked_values" not in request.fixturenames:
+        monkeypatch.setattr("mupscale.commands.lab.space.refuse_invalid", lambda *_: None)
+
+
 def run(config: dict[str, Any], folder: Path) -> Result:
     """The result of a run, which is made if it is not finished."""
     return Run(config, folder, "").make()
@@ -312,6 +324,7 @@ def test_best_composes_with_another_width(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("checked_values")
 def test_a_growth_that_the_model_refuses_ends_a_sweep_before_its_trials(tmp_path: Path) -> None:
     """A method is planned with the values of the other axes, with which it may be right."""
     config = small(tmp_path / "c.yaml", upscale(2, 24))
@@ -324,6 +337,9 @@ def test_a_growth_that_the_model_refuses_ends_a_sweep_before_its_trials(tmp_path
     message = refused(*sweep, "--sweep", "model.width=8,32")
     assert "--sweep model.width=32: UpscaleCallback.width = 24 does not fit the width before it, 32" in message
     assert "narrower in the wide model (24 < 32)" in message
+    assert not Path("s").exists()
+    message = refused(*sweep, "--seeds", "0,1", "--model.width=32")  # one configuration, with several seeds
+    assert "UpscaleCallback.width = 24 does not fit the width before it, 32" in message
     assert not Path("s").exists()
     both = ["--sweep", "UpscaleCallback.method=ZeroPadding", "--sweep", "model.width=8"]
     wider = small(tmp_path / "w.yaml", upscale(2, 24), width=16)
@@ -409,6 +425,7 @@ def test_best_may_be_a_class_or_another_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("checked_values")
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

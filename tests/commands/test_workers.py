@@ -12,6 +12,7 @@ from programs import wait_until
 from sweeps import process_in, starts, values_of
 from worker_jobs import Dies, Interrupts, Refuses, Sees
 
+from mupscale.commands.lab import workers as lab_workers
 from mupscale.commands.lab.jobs import Job
 from mupscale.commands.lab.run import Run, Trial
 from mupscale.commands.lab.workers import workers
@@ -38,16 +39,20 @@ def test_workers_share_the_gpus_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(path.read_text() for path in Path().glob("seen-*")) == [f"4 {threads}", f"7 {threads}"]
 
 
-def test_a_process_that_dies_is_replaced_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert made(1, [], Dies(trial("a"), "off", times=2), Dies(trial("b"), "off", times=0)) == ["a", "b"]
-    assert capsys.readouterr().err.count("a: its process died; the runs continue") == 2
-    with pytest.raises(UserError, match=r"^c: its process died, 3 times. If the memory is too small"):
-        made(1, [], Dies(trial("c"), "off", times=3))
-
-
-def test_a_mistake_is_the_same_line_as_without_workers() -> None:
-    with pytest.raises(UserError, match=r"^lr must be positive$"):
-        made(1, [], Refuses(trial("a"), "off"))
+def test_a_process_that_dies_is_replaced_until_the_last_death(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third in use. A mistake is the same line as without workers."""
+    assert lab_workers.MOST_DEATHS == 3
+    monkeypatch.setattr(lab_workers, "MOST_DEATHS", 2)
+    with workers(1, []) as executor:
+        results = executor.make([Dies(trial("a"), "off", times=1), Dies(trial("b"), "off", times=2)])
+        assert [path.name for path in next(results)] == ["deaths-a"]
+        with pytest.raises(UserError, match=r"^b: its process died, 2 times. If the memory is too small"):
+            next(results)
+        assert capsys.readouterr().err.count("a: its process died; the runs continue") == 1
+        with pytest.raises(UserError, match=r"^lr must be positive$"):
+            next(executor.make([Refuses(trial("c"), "off")]))
 
 
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])

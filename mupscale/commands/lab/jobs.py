@@ -20,9 +20,6 @@ from mupscale.errors import UserError
 Size = int | Literal["auto", "off"]
 """The largest number of runs to train at once."""
 
-MOST_DEATHS = 3
-"""How often the process of a job may die: a trial itself may be the cause."""
-
 STACKS = "stacks"
 """The folder of the stacks that are under way, beside that of their runs."""
 

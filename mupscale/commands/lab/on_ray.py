@@ -26,6 +26,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from mupscale.commands.checkpoints import LOCK
+from mupscale.commands.lab.execution import MOST_DEATHS
 from mupscale.commands.process import Terminated, interruptions, raise_for
 from mupscale.errors import UserError, one_line
 
@@ -43,9 +44,6 @@ CONNECT_SECONDS = 5.0
 
 SIGHT_SECONDS = 10.0
 """How long a file that another machine wrote may take to be seen: network file systems cache what is in a folder."""
-
-MOST_DEATHS = 3
-"""How often Ray makes a task again whose process or node died."""
 
 PATIENCE = 5.0
 """Seconds that a task has to end before its process is killed. Either way its runs can be resumed."""
@@ -219,7 +217,7 @@ class Cluster:
 
     def make(self, jobs: "list[Job]") -> "Iterator[Results]":
         cpus, gpus = self.needs
-        remote = ray.remote(max_retries=MOST_DEATHS, num_cpus=cpus, num_gpus=gpus)(make_job)
+        remote = ray.remote(max_retries=MOST_DEATHS - 1, num_cpus=cpus, num_gpus=gpus)(make_job)
         site = Site(Path.cwd(), self.out, (self.out / LOCK).read_text("utf-8"), code())
         for job in jobs:
             pickled = pickle.dumps(job)  # loads torch where it is unpickled, which a check comes before

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.cli import parsed, refuse_growths, refuse_optimizer
+from mupscale.commands.cli import CLI, parsed, refuse_growths
 from mupscale.commands.config import Config, Point, apply_point, brief, callback_key, number_in
+from mupscale.commands.configured import refuse_optimizers
 from mupscale.data_files import DECIMAL, yaml_of
 from mupscale.errors import UserError, prefix_errors
 
@@ -236,13 +237,17 @@ def for_trials(config: Config) -> Config:
     return answer
 
 
-def refuse_invalid(config: Config, axes: list[SweptAxis], where: str) -> None:
-    """UserError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values.
+def refuse_invalid(cli: CLI, config: Config, axes: list[SweptAxis]) -> None:
+    """Raises a UserError if `fit` would refuse the configuration, or one of the axes' values; `cli` was made of it.
 
     Each value is tried by itself. Those of an upscale are tried a second time in a trial of the sweep, whose growth is
     planned: whether a width or a method fits depends on the other axes.
     """
     grown = [axis for axis in axes if _changes_growth(axis.key)]
+    if not grown:
+        refuse_growths(cli.model, cli.trainer)
+    if not axes:
+        refuse_optimizers(cli.model, cli.trainer)
     first = {axis.key: samples(axis)[0] for axis in axes}
     points = [(axis, value, {axis.key: value}, axes == grown == [axis]) for axis in axes for value in samples(axis)]
     if len(axes) > 1:
@@ -251,12 +256,12 @@ def refuse_invalid(config: Config, axes: list[SweptAxis], where: str) -> None:
         try:
             changed = apply_point(config, point)
         except UserError as error:
-            raise UserError(f"{where} {error}") from error
-        with prefix_errors(f"{where} {axis.key}={brief(value)}"):
-            cli = parsed(changed)
-            refuse_optimizer(cli.model, cli.trainer)
+            raise UserError(f"--sweep {error}") from error
+        with prefix_errors(f"--sweep {axis.key}={brief(value)}"):
+            tried = parsed(changed)
+            refuse_optimizers(tried.model, tried.trainer)
             if growing:
-                refuse_growths(cli.model, cli.trainer)
+                refuse_growths(tried.model, tried.trainer)
 
 
 def _changes_growth(key: str) -> bool:

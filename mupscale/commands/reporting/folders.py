@@ -3,33 +3,9 @@
 from pathlib import Path
 
 from mupscale.commands.reporting.runs import LoggedRun
-from mupscale.data_files import json_of, refuse_odd_name
+from mupscale.commands.sweep_folder import SweepFolder
+from mupscale.data_files import refuse_odd_name
 from mupscale.errors import UserError
-from mupscale.text_tables import read_csv
-
-
-class SweepFolder:
-    """The folder of a sweep. With several trials it is tuning; the runs of one configuration are runs as all others."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        path = folder / "sweep.json"
-        try:
-            self.is_tuning = bool(json_of(path.read_text("utf-8"))["sweep"]) if path.is_file() else False
-        except (OSError, ValueError, KeyError, TypeError):
-            self.is_tuning = False
-        self.rows = read_csv(folder / "trials.csv")
-        """The rows of its table, one for each finished trial."""
-
-    @property
-    def trials(self) -> list[Path]:
-        return sorted(path.parent for path in (self.folder / "trials").glob("*/config.yaml"))
-
-    @property
-    def best(self) -> str:
-        """The best trial in one line: the first line of best.yaml, empty while there is none."""
-        path = self.folder / "best.yaml"
-        return path.read_text("utf-8").partition("\n")[0].removeprefix("# ") if path.is_file() else ""
 
 
 class RunFolders:
