@@ -191,7 +191,7 @@ def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str) -> list
 
     is_maximised = bool(higher_is_better(y_label))
     low, high, is_cut = worth_showing(lines, is_maximised)
-    columns = max(1, 56 // (5 + max(len(band.label) for band in lines)))  # of the legend, which stands above the axes
+    columns = max(1, 72 // (6 + max(len(band.label) for band in lines)))  # of the legend, which stands above the axes
     drawn, (ax,) = panels(5.4, 3.5 + 0.2 * math.ceil(len(lines) / columns))
     handles = [draw_band(ax, band) for band in lines]
     ax.set_ylim(low, high)

@@ -212,7 +212,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.text += data
         if self._cell:
-            self.tables[-1][-1][-1] += data
+            self.tables[-1][-1][-1] += data.replace("\N{NO-BREAK SPACE}", " ")
 
     def table(self, first: str) -> list[list[str]]:
         """The rows below a heading whose first cell is `first`."""

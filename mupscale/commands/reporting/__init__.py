@@ -21,7 +21,7 @@ from mupscale.commands import figures
 from mupscale.commands.config import brief
 from mupscale.commands.process import command_line, refuse_output_folder
 from mupscale.commands.reporting.arms import Arm, differing
-from mupscale.commands.reporting.compare import ERROR, ArmDifference, spread_of
+from mupscale.commands.reporting.compare import ArmDifference, spread_of
 from mupscale.commands.reporting.frames import Comparison, Results, load_curves, load_runs
 from mupscale.commands.reporting.runs import FloatArray, Line, LoggedRun
 from mupscale.data_files import refuse_odd_name
@@ -79,10 +79,10 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
         command=command_line("report", *folders, "--out", out),
         files=list(tables),
         title=title(results),
-        level=f"{100 * (1 - ERROR / comparisons[0].equal.pairs):.3g} %" if comparisons else "",
     )
     write_text(page, text)
-    return [page, *sorted(path for path in out.iterdir() if path.suffix in (".csv", ".png", ".pdf"))]
+    drawn = [each.path.with_suffix(suffix) for each in pictures for suffix in (".png", ".pdf")]
+    return [page, *(out / name for name in tables), *drawn]
 
 
 def title(results: Results) -> str:
@@ -117,9 +117,14 @@ def mean(values: list[float]) -> float:
 
 
 class Picture(NamedTuple):
-    source: str
+    path: Path
     alt: str
     caption: str = ""
+
+    @property
+    def source(self) -> str:
+        """The picture itself, so that the page needs no other file."""
+        return f"data:image/png;base64,{base64.b64encode(self.path.read_bytes()).decode()}"
 
 
 def draw_figures(folder: Path, results: Results) -> list[Picture]:
@@ -135,15 +140,11 @@ def draw_figures(folder: Path, results: Results) -> list[Picture]:
     for name, (words, curve_of) in curves.items():
         for axis, (label, _) in AXES.items():
             bands = [band for arm in results.arms if (band := mean_band(arm, curve_of, axis)) is not None]
-            if bands:
+            if any(len(band.x) > 1 for band in bands):  # a single point is in the table
                 path = folder / f"{name.replace('/', '_')}_{axis}"
                 (png, _) = figures.bands(path, bands, label, metric_name(name))
-                drawn.append(picture(png, f"{words}, against {label}", f"{words}, against {label}{seeds}."))
+                drawn.append(Picture(png, f"{words}, against {label}", f"{words}, against {label}{seeds}."))
     return drawn
-
-
-def picture(path: Path, alt: str, caption: str = "") -> Picture:
-    return Picture(f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}", alt, caption)
 
 
 def mean_band(arm: Arm, curve_of: Callable[[LoggedRun], Line], axis: str) -> figures.Band | None:
@@ -175,14 +176,17 @@ def render_page(**content: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    named = (number, flops_text, ranged, interval, times, metric_name, brief, differing, read_table, read_pictures)
+    named = (
+        *(number, flops_text, ranged, interval, times, unbroken),
+        *(metric_name, brief, differing, read_table, read_pictures),
+    )
     environment.filters |= {each.__name__: each for each in named}
     return environment.get_template("page.html.jinja").render(content, palette=figures.PALETTE).lstrip()
 
 
 def read_pictures(folder: Path, *names: str) -> list[Picture]:
     """The pictures with these names, as far as a folder has them."""
-    return [picture(path, path.stem) for name in names if (path := folder / f"{name}.png").is_file()]
+    return [Picture(path, path.stem) for name in names if (path := folder / f"{name}.png").is_file()]
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
@@ -224,11 +228,17 @@ def interval(difference: ArmDifference) -> str:
     if not difference.seeds or not math.isfinite(difference.mean):
         return "—"
     mean = f"{difference.mean:+.3g}"
-    return f"{mean} ({difference.low:+.2g} to {difference.high:+.2g})" if math.isfinite(difference.low) else mean
+    low, high = (f"{end:+.2g}" if abs(end) < 99.5 else f"{end:+,.0f}" for end in (difference.low, difference.high))
+    return f"{mean} ({low} to {high})" if math.isfinite(difference.low) else mean
 
 
 def times(factor: float) -> str:
     return f"{factor:,.1f}×" if factor < 1000 else f"{factor:,.0f}×"
+
+
+def unbroken(cell: Any) -> str:
+    """A cell that a narrow table breaks before its bracket only."""
+    return str(cell).replace(" ", "\N{NO-BREAK SPACE}").replace("\N{NO-BREAK SPACE}(", " (")
 
 
 def metric_name(metric: str) -> str:
