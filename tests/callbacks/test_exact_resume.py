@@ -1,14 +1,17 @@
 """What `self.log` logs of a step or an epoch in whose end a checkpoint was written is logged in the resumed run."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from training_runs import fit
 
-from mupscale.callbacks.exact_resume import ExactResume
+from mupscale.callbacks.exact_resume import ExactResume, rng_state, set_rng_state
 from mupscale.models.mlp import MLP
 
 
@@ -38,6 +41,18 @@ def logged(folder: Path, *callbacks: Any, **settings: Any) -> list[tuple[int | N
     settings = {"limit_train_batches": 4, "limit_val_batches": 0, "steps": 11, "logger": logger} | settings
     fit(Talkative(8, 4, inputs=6, outputs=3), folder, ExactResume(), *callbacks, **settings)
     return logger.rows
+
+
+def test_all_global_generators_continue() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
+
+    draw()  # a second normal number is kept for the next draw
+    state = rng_state(torch.device("cpu"))
+    wanted = draw()
+    draw()
+    set_rng_state(state, torch.device("cpu"))
+    assert draw() == wanted
 
 
 def test_what_was_to_be_logged_after_a_checkpoint_is_logged(tmp_path: Path) -> None:

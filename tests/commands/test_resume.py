@@ -105,6 +105,12 @@ def half_a_run(crashed: Path, tmp_path: Path) -> Path:
     return Path("runs/default/version_0")
 
 
+def test_a_checkpoint_that_is_kept_twice_is_stored_once(crashed: Path) -> None:
+    checkpoints = crashed / "runs/default/version_0/checkpoints"
+    kept, point = next(checkpoints.glob("*step=8.ckpt")), checkpoints / "resume/step=8.ckpt"
+    assert kept.samefile(point)
+
+
 OVERRIDES = {
     "--model.optimizer.lr=0.5": "model.optimizer.lr is 0.01 in the run and 0.5 here",
     "--data.seed=7": "data.seed",

@@ -1,7 +1,9 @@
 """A run: its run.json and result.json, the commands it prints at its end, and what is refused or said, never silent."""
 
 import json
+import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from logged import curves
 
 from mupscale.__main__ import main
 from mupscale.commands.checkpoints import refuse_changes
+from mupscale.commands.config import apply_point
 from mupscale.commands.run import WITHOUT_A_LOG
+from mupscale.errors import UserError
 from mupscale.models.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -134,6 +138,52 @@ def test_another_number_of_workers_is_said() -> None:
     with pytest.warns(UserWarning, match=r"data\.num_workers is 2 in the run and 3 here: random numbers"):
         refuse_changes(of_workers(num_workers=2), of_workers(num_workers=3), 3, same_place=False)
     refuse_changes(of_workers(prefetch_factor=2), of_workers(prefetch_factor=3), 3, same_place=False)
+
+
+WHOLE: dict[str, Any] = {
+    "seed_everything": 0,
+    "trainer": {"max_steps": 12, "logger": True, "callbacks": None},
+    "model": {"class_path": "MLP", "init_args": {"width": 8, "compile": False, "optimizer": {"lr": 0.1}}},
+    "data": {"class_path": "Covertype", "init_args": {"data_dir": None, "batch_size": 8, "seed": None}},
+    "checkpoint": {"every_n_train_steps": 5, "dirpath": None},
+    "loop": {"cuda_graph": False},
+    "stop_on_nan": False,
+}
+MAY_CHANGE = ("trainer.max_steps", "checkpoint.every_n_train_steps", "loop.cuda_graph", "stop_on_nan", "model.compile")
+MUST_STAY = ("seed_everything", "model.width", "model.optimizer.lr", "data.batch_size", "data.seed")
+
+
+@pytest.mark.parametrize("key", [*MAY_CHANGE, "data.data_dir", *MUST_STAY, "trainer.logger", "checkpoint.dirpath"])
+def test_what_may_change_in_a_run_and_what_stays(key: str) -> None:
+    other = apply_point(WHOLE, {key: "another"})
+    if key in MUST_STAY:
+        with pytest.raises(UserError, match=rf"^{re.escape(key)} is .* and another here\. A continued run keeps"):
+            refuse_changes(WHOLE, other, 5, same_place=False)
+        return
+    refuse_changes(WHOLE, other, 5, same_place=False)
+    is_place = key in ("trainer.logger", "checkpoint.dirpath")
+    with pytest.raises(UserError, match="A continued run stays in its folder") if is_place else nullcontext():
+        refuse_changes(WHOLE, other, 5, same_place=True)
+
+
+GROWTHS: dict[str, tuple[list[dict[str, Any]], str | None]] = {
+    "the same": ([upscale(4, 16), upscale(9, 32)], None),
+    "later ones": ([upscale(4, 16), upscale(5, 24), upscale(11, 64)], None),
+    "further callbacks": ([{"class_path": "mine.Other"}, upscale(4, 16)], None),
+    "one too late": ([upscale(3, 12), upscale(4, 16)], "comes too late, the run is at step 5 and was without it"),
+    "one less": ([upscale(9, 32)], "which is missing here, or has other arguments"),
+    "another width": ([upscale(4, 20)], "comes too late"),
+}
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_growths_to_come_may_change_and_those_before_stay(name: str) -> None:
+    callbacks, problem = GROWTHS[name]
+    there, here = (
+        apply_point(WHOLE, {"trainer.callbacks": each}) for each in ([upscale(4, 16), upscale(9, 32)], callbacks)
+    )
+    with pytest.raises(UserError, match=problem) if problem else nullcontext():
+        refuse_changes(there, here, 5, same_place=True)
 
 
 @pytest.mark.slow
