@@ -11,25 +11,10 @@ does, with torch's FLOP counter. The paper's estimates are larger by exactly
 import math
 from collections.abc import Sequence
 
-from mupscale.errors import UserError, refuse_unless_level
+from mupscale.errors import UserError
 
 LOGGED = 10**6
 """FLOPs in a unit of the horizontal axis of the curves against FLOPs."""
-
-
-def speedup(cost: float, *charged: float) -> float:
-    """How many times cheaper than `cost` everything charged is together.
-
-    Tuning: `speedup(F(kn), F(kn₀))`, of one run at the target width against one at the small width. Training from
-    scratch against an upscale: `speedup(scratch, upscaled)` where the base model is there already, `speedup(scratch,
-    upscaled, tuning)` and `speedup(scratch, upscaled, base)` where tuning, or training the base model once and for this
-    alone, is charged. `upscaled` is what the upscaled run has cost when it reaches the from-scratch run's minimum loss.
-    """
-    for value in (cost, *charged):
-        refuse_unless_level("speedup: costs", value)
-    if not sum(charged) > 0:
-        raise UserError(f"speedup: give the costs to compare {cost} with; their sum must be above 0, got {charged}")
-    return cost / sum(charged)
 
 
 def first_reach(losses: Sequence[float], target: float) -> int | None:

@@ -15,7 +15,6 @@ from saved import Change, save_changed, save_gpt2, save_mlp
 from torch import nn
 
 import mupscale
-from mupscale import flops
 from mupscale.__main__ import main
 from mupscale.checks.coordinate_check import coord_check
 from mupscale.datamodules.covertype import Covertype
@@ -398,7 +397,6 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
     "verify with a loss of many": (lambda: verified(loss=lambda model, batch: model(batch)), "one element"),
     "verify with a clip of text": (lambda: verified(clip="x"), "clip must be a finite number"),
     "coordinates of one network": (lambda: coordinates(network=lambda width: net()), "it must use its width"),
-    "a speedup over nothing": (lambda: flops.speedup(1.0), "give the costs to compare"),
 }
 """Library calls, and what the message must contain."""
 
