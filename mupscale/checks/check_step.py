@@ -1,5 +1,6 @@
 """Does a plan make the wide model compute and train as the narrow one? A real training step of both shows it."""
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -21,7 +22,7 @@ from mupscale.checks.comparison import (
     size_of,
     weighted_sum,
 )
-from mupscale.checks.precision import WithoutDropout
+from mupscale.checks.precision import Precision, WithoutDropout
 from mupscale.checks.real_step import (
     GradientMasks,
     Steps,
@@ -240,6 +241,9 @@ LARGE = 1_000_000
 """Parameters of a wide model, beyond which the optimizers step with the weights as they are. With smaller weights,
 gradients are compared, and with larger ones only outputs."""
 
+SMALL = 1e-3
+"""What the loss is multiplied by where weights are changed, because gradients of a mean are smaller than of a sum."""
+
 
 class _CallStep:
     """The step of plain torch, by a weighted sum of what `call` returns; the wide outputs are compared on the way."""
@@ -248,6 +252,8 @@ class _CallStep:
         self.check, self.vary = check, vary
         self.drops, self.trains = True, True
         self.forward_only = False
+        self.scale = 1.0
+        """What the loss is multiplied by: hooks may have thresholds for gradients, too."""
         self.reference: list[Tensor] = []
         self.error = 0.0
         """How far the outputs are apart."""
@@ -258,7 +264,7 @@ class _CallStep:
         self.events: list[Event] = []
 
     def __call__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        is_wide = model is not self.check.narrow
+        check, is_wide = self.check, model is not self.check.narrow
         self._set_modes(model, is_wide=is_wide)
         outputs = self._outputs(model, is_wide=is_wide)
         matches = None
@@ -273,7 +279,7 @@ class _CallStep:
                 )
         if self.forward_only:
             return
-        total = weighted_sum(outputs, matches)
+        total = self.scale * weighted_sum(outputs, matches)
         if total.requires_grad:
             try:
                 total.backward()
@@ -281,8 +287,9 @@ class _CallStep:
                 raise
             except Exception as error:
                 raise self._failed(error, is_wide=is_wide) from error
-        for optimizer in optimizers:
-            optimizer.step()
+        with Precision(dtype=check.dtype):  # Muon rounds to bfloat16
+            for optimizer in optimizers:
+                optimizer.step()
 
     def _set_modes(self, model: nn.Module, *, is_wide: bool) -> None:
         layers = self.check.plan.layers if is_wide else {}
@@ -447,7 +454,7 @@ class _Check:
         evaluates = words in IN_EVALUATION
         for vary in (0,) if change is as_they_are or evaluates else (1, -1, 0):
             step = _CallStep(self, vary)
-            step.trains = not evaluates
+            step.trains, step.scale = not evaluates, 1.0 if change is as_they_are else SMALL
             step.forward_only = evaluates or (change is enlarge_ and self.is_large)
             try:
                 steps = self._steps(step, change)
@@ -500,8 +507,8 @@ class _Check:
         return Difference(where.place, what, first.error, first.ratio)
 
     def _alike(self, step: _CallStep) -> _CallStep:
-        again = _CallStep(self, step.vary)
-        again.drops, again.trains, again.forward_only = step.drops, step.trains, step.forward_only
+        again = copy.copy(step)
+        again.follows, again.events = False, []
         return again
 
     def _cause(self, step: _CallStep, first: Difference, change: Weights) -> str:

@@ -177,19 +177,39 @@ def clamp(optimizer: Optimizer, *_: Any) -> None:
             parameter.data.clamp_(-0.1, 0.1)
 
 
-def test_step_hooks_of_an_optimizer_are_carried_or_refused():
-    for hook, exact in ((decay, True), (clamp, False)):
-        narrow, optimizer = trained(mlp)
-        wide = mlp(16)
-        optimizer.register_step_post_hook(hook)
-        settings = {"call": lambda model: model(VECTORS[5])}
-        if not exact:
-            with pytest.raises(UserError, match=r"the step of AdamW, with its hooks, does not scale.*Remove hooks"):
-                mupscale.upscale(narrow, wide, optimizer, **settings)
-            continue
-        report = mupscale.upscale(narrow, wide, optimizer, **settings)
-        assert report.exact is True
-        assert_trains_alike((narrow, optimizer), (wide, report.optimizer), VECTORS)
+def clip_by_value(optimizer: Optimizer, *_: Any) -> None:
+    torch.nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], 1e-3)
+
+
+def drop_small(optimizer: Optimizer, *_: Any) -> None:
+    for gradient in (p.grad for group in optimizer.param_groups for p in group["params"]):
+        gradient[gradient.abs() < 1e-3] = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "exact"),
+    [("post", decay, True), ("post", clamp, False), ("pre", clip_by_value, False), ("pre", drop_small, False)],
+)
+def test_step_hooks_of_an_optimizer_are_carried_or_refused(kind: str, hook: Callable[..., None], exact: bool):
+    narrow, optimizer = trained(mlp)
+    wide = mlp(16)
+    getattr(optimizer, f"register_step_{kind}_hook")(hook)
+    settings = {"call": lambda model: model(VECTORS[5])}
+    if not exact:
+        with pytest.raises(UserError, match=r"the step of AdamW, with its hooks, does not scale.*Remove hooks"):
+            mupscale.upscale(narrow, wide, optimizer, **settings)
+        return
+    report = mupscale.upscale(narrow, wide, optimizer, **settings)
+    assert report.exact is True
+    assert_trains_alike((narrow, optimizer), (wide, report.optimizer), VECTORS)
+
+
+def test_the_step_of_muon_is_compared_without_its_rounding():
+    """A third of a weight is rounded otherwise to bfloat16, in which torch's Newton-Schulz computes."""
+    narrow = mlp(8)
+    optimizers = [torch.optim.Muon([narrow[2].weight], lr=0.01), AdamW(narrow[4].parameters())]
+    report = mupscale.upscale(narrow, mlp(24), optimizers, call=lambda model: model(VECTORS[5]))
+    assert report.exact is True
 
 
 class Lamb(torch.optim.Optimizer):
