@@ -26,6 +26,8 @@ from mupscale.commands.event_files import read_log
 matplotlib.rcParams["svg.hashsalt"] = "concepts"  # the same file every time
 DOCS = Path(__file__).parent
 EXAMPLES = DOCS.parent / "examples"
+ON_A_PHONE = 5, 3.2
+"""The size in inches of a figure that can be read at a width of 350 pixels; `stylesheets/site.css` shows it whole."""
 
 # --- concepts.md
 
@@ -44,6 +46,7 @@ def concepts() -> None:
     for cell in json.loads((EXAMPLES / "growing.ipynb").read_text())["cells"]:
         if cell["cell_type"] == "code":
             exec("".join(line for line in cell["source"] if not line.startswith("%")), names)
+    names["figure"].set_size_inches(*ON_A_PHONE)
     names["figure"].savefig(DOCS / "equivalence.svg", metadata={"Date": None})
 
 
@@ -79,14 +82,14 @@ def network(ax: Axes, copies: int, title: str) -> None:
 
 def finish(axes: Axes, path: Path, **options: Any) -> None:
     """Saves the figure of curves that were drawn."""
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.get_figure().savefig(path, **options)
 
 
 def results() -> None:
     """GPT-2 of width 256 and 8 layers, from scratch and grown after a quarter of the compute."""
-    _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    _, axes = plt.subplots(figsize=ON_A_PHONE, layout="constrained")
     for name, layers in (("from scratch", ""), ("grown from 2 layers", "2")):
         ends: dict[float, list[float]] = {}
         for row in csv.DictReader((DOCS / "results/ladder/runs.csv").open()):
