@@ -5,6 +5,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -25,8 +26,8 @@ from mupscale.__main__ import main
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 MODULE = ROOT / "docs/grow_your_module.md"
-GROWING, LIBRARY, HF, START, OWN_MODEL = (
-    ROOT / "docs" / name for name in ("growing.md", "library.md", "hf.md", "index.md", "own_model.md")
+GROWING, LIBRARY, HF, OWN_MODEL = (
+    ROOT / "docs" / name for name in ("growing.md", "library.md", "hf.md", "own_model.md")
 )
 PAGES = [
     *(
@@ -54,11 +55,10 @@ def _modules_from_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("mine", None)
 
 
-@pytest.mark.parametrize("page", [LIBRARY, START], ids=lambda page: page.name)
-def test_the_library_in_ten_lines(page: Path):
+def test_the_library_in_ten_lines():
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
     narrow_opt = torch.optim.AdamW(narrow.parameters())
-    code = block(page, "python", "report.optimizer").replace("batch: ...", "batch: model(batch).square().mean()")
+    code = block(LIBRARY, "python", "report.optimizer").replace("batch: ...", "batch: model(batch).square().mean()")
     names = {"torch": torch, "narrow": narrow, "wide": wide, "narrow_opt": narrow_opt, "batches": [torch.randn(4, 3)]}
     exec(code, names)
     assert names["verdict"].passed
@@ -129,6 +129,34 @@ def test_the_guide_for_the_module_you_have(monkeypatch: pytest.MonkeyPatch):
     data = DataLoader(TensorDataset(names["points"], names["labels"]), batch_size=64)
     cli.trainer.fit(cli.model, data)
     assert cli.model.net[0].out_features == 256
+
+
+def test_a_loop_resumes_after_the_growth_as_the_page_shows_it():
+    def build(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        mupscale.clip_grad_norm_(model, 1e-2)
+        optimizer.step()
+        return loss.item()
+
+    torch.manual_seed(0)
+    batch, narrow, wide = torch.randn(8, 3), build(64), build(256)
+    narrow_opt = make_optimizer(narrow)
+    step(narrow, narrow_opt)
+    optimizer = mupscale.upscale(narrow, wide, narrow_opt, call=lambda model: model(batch), noise="auto").optimizer
+    step(wide, optimizer)
+    saved = {"model": deepcopy(wide.state_dict()), "optimizer": deepcopy(optimizer.state_dict())}
+    names: dict[str, Any] = {"mupscale": mupscale, "build": build, "make_optimizer": make_optimizer}
+    exec(block(LIBRARY, "python", 'saved["optimizer"]'), {**names, "saved": saved, "batch": batch}, names)
+    uninterrupted = [step(wide, optimizer) for _ in range(3)]
+    assert [step(names["wide"], names["report"].optimizer) for _ in range(3)] == uninterrupted
 
 
 def test_mup_as_the_page_shows_it():
