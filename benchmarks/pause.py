@@ -130,12 +130,12 @@ def measure(name: str, way: str, small: Shape, large: Shape, options: argparse.N
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    pays_ahead = growth_schedule.pays_ahead
+    should_precompile = growth_schedule.should_precompile
     for name, (small, large) in (QUICK if options.quick else GROWTHS).items():
         for way in ("then", "ahead"):
             if options.only not in f"{name}, {way}":
                 continue
-            growth_schedule.pays_ahead = pays_ahead if way == "ahead" else lambda trainer, module: False
+            growth_schedule.should_precompile = should_precompile if way == "ahead" else lambda trainer, module: False
             with tempfile.TemporaryDirectory() as folder:
                 os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton")
                 yield measure(name, way, small, large, options)

@@ -518,7 +518,7 @@ class GrowthSchedule:
 
     def _begin_ahead(self, batch: Any) -> None:
         coming = self.coming
-        if coming and not self.due and pays_ahead(self.trainer, self.module):
+        if coming and not self.due and should_precompile(self.trainer, self.module):
             from mupscale.callbacks.compile_ahead import start_compiling  # most runs do not
 
             alike = coming[0].recipe.make_unbuilt(self.module)
@@ -708,7 +708,7 @@ def growth_text(summary: dict[str, Any]) -> str:
     return f"{noun}{summary['before']} → {summary['after']}"
 
 
-def pays_ahead(trainer: Trainer, module: LightningModule) -> bool:
+def should_precompile(trainer: Trainer, module: LightningModule) -> bool:
     """Whether to compile ahead: a run that is compiled on one GPU, beside which the host has time."""
     is_alone = trainer.world_size == 1 and module.device.type == "cuda"
     return is_alone and any(map(is_compiled_in_place, module.modules()))

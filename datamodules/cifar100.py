@@ -96,7 +96,7 @@ class AugmentingLoader(NormalisingLoader):
 
     _rows_stand_alone = True
 
-    def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    def _augmentation_draws(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         tops, lefts = torch.randint(OFFSETS, (2, rows), generator=generator)
         return tops, lefts, torch.randint(2, (rows,), generator=generator).bool()
 
@@ -185,7 +185,7 @@ def read_images(folder: Path) -> list[tuple[Tensor, Tensor]]:
     file = folder / NPZ
     if file.is_file():
         x_train, y_train, x_test, y_test = read_npz(file, ("x_train", "y_train", "x_test", "y_test"))
-        return [_checked(file, "train", x_train, y_train), _checked(file, "test", x_test, y_test)]
+        return [_check_part(file, "train", x_train, y_train), _check_part(file, "test", x_test, y_test)]
     return read_published(folder / Published.base_folder)
 
 
@@ -206,7 +206,7 @@ def read_published(folder: Path) -> list[tuple[Tensor, Tensor]]:
                 labels = np.array(content["fine_labels"])
             except Exception as error:  # a damaged pickle raises many exception types
                 raise UserError(f"data_dir: {folder / name} is not a file of CIFAR-100 ({error})") from error
-        parts.append(_checked(folder, part, images, labels))
+        parts.append(_check_part(folder, part, images, labels))
     return parts
 
 
@@ -222,7 +222,7 @@ class ArraysOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no data needs; nothing of it was loaded")
 
 
-def _checked(file: Path, part: str, images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+def _check_part(file: Path, part: str, images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
     """Images and labels as tensors; raises a UserError that names what is wrong with them."""
     if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE, 3) or not len(images):
         raise UserError(

@@ -35,7 +35,7 @@ class Source(ABC):
     """Documents to prepare, in a fixed order."""
 
     @abstractmethod
-    def described(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """The options that determine the documents, under the names of the command's options."""
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class TextFiles(Source):
             names = [*names[:3], f"… ({len(names)} files)"]
         return ", ".join(names)
 
-    def described(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         files = [
             {"name": file.name, "bytes": size, "sha256": sha256(file)}
             for file, size in zip(self.files, self._sizes, strict=True)
@@ -163,7 +163,7 @@ class FineWebEdu(Source):
     def __str__(self) -> str:
         return f"{REPOSITORY} {self.subset}"
 
-    def described(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {"source": REPOSITORY, "subset": self.subset}
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:

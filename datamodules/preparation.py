@@ -118,7 +118,7 @@ def prepare(
     if not 0 < val_fraction < 1:
         raise UserError(f"--val-fraction {val_fraction}: wanted a number between 0 and 1")
     asked = {
-        **source.described(),
+        **source.options(),
         "vocab": vocabulary or "gpt2",
         "tokens": tokens,
         "val-fraction": val_fraction,

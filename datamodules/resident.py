@@ -28,7 +28,7 @@ class Entries(Protocol):
 
 
 Plan = tuple[Entries, ...]
-"""The order of an epoch's rows, and the `_chances` of each place in it."""
+"""The order of an epoch's rows, and the `_augmentation_draws` of each place in it."""
 
 JointPlan = tuple[Callable[[slice], Tensor], ...]
 """Order and chances of several loaders: give their entries at some places, one loader after another."""
@@ -53,7 +53,7 @@ class ResidentLoader:
 
     `batch_at` gives any batch by its epoch and position, and leaves the loader where it is; `go_to` goes there.
 
-    A subclass that makes batches differently overrides `_batch`, `_chances` if it needs random numbers for them, and
+    A subclass that makes batches differently overrides `_batch`, `_augmentation_draws` if it needs random numbers for them, and
     `_made_of` if its batches depend on more than the tensors. It sets `_rows_stand_alone` if `_batch` makes each row of
     a batch by itself.
     """
@@ -153,7 +153,7 @@ class ResidentLoader:
     def order(self) -> tuple[Any, ...]:
         """Equal if loaders that exist yield the same batches at the same place; the seed, if it matters, is last."""
         arguments = tuple((name, value) for name, value in self._order_depends_on.items() if name != "seed")
-        depends_on_seed = self._shuffle or bool(self._chances(0, torch.Generator()))
+        depends_on_seed = self._shuffle or bool(self._augmentation_draws(0, torch.Generator()))
         seed = self._seed if depends_on_seed else None
         return type(self), self._made_of(), arguments, self.rank, self.world_size, seed
 
@@ -183,7 +183,7 @@ class ResidentLoader:
     def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
 
-    def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    def _augmentation_draws(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """The random numbers of an epoch beside its order: tensors with one entry for each place in the order."""
         return ()
 
@@ -231,7 +231,7 @@ class ResidentLoader:
         """Order and chances of an epoch on the CPU; for a GPU, in pinned memory."""
         generator, rows = self._generator(epoch), self._rows
         order = torch.randperm(rows, generator=generator) if self._shuffle else torch.arange(rows)
-        plan = order, *self._chances(rows, generator)
+        plan = order, *self._augmentation_draws(rows, generator)
         return tuple(entries.pin_memory() for entries in plan) if self.tensors[0].is_cuda else plan
 
     def _joint_plan(self, loaders: Sequence["ResidentLoader"], epoch: int) -> JointPlan | None:

@@ -175,7 +175,7 @@ class TokenFolder:
         _refuse_other_kinds(self)
         names = sorted(name for name in self.sizes if name.endswith(TOKENS))
         with ThreadPoolExecutor(READERS) as pool:
-            files = list(pool.map(lambda name: _checked(self, name), names))
+            files = list(pool.map(lambda name: _check_file(self, name), names))
         _refuse_incomplete(self, files)
         if not any(file.tokens for file in files):
             raise UserError(f"{self.folder} has {len(files)} token files without any token")
@@ -280,7 +280,7 @@ def _refuse_other_kinds(folder: TokenFolder) -> None:
             )
 
 
-def _checked(folder: TokenFolder, name: str) -> TokenFile:
+def _check_file(folder: TokenFolder, name: str) -> TokenFile:
     """Describes a file; raises a UserError if its length does not fit its index and its metadata."""
     path, size = folder.folder / name, folder.sizes[name]
     index_size = folder.sizes.get(f"{name}.index")

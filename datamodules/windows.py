@@ -107,7 +107,7 @@ class WindowLoader(ResidentLoader):
     def _made_of(self) -> tuple[Hashable, ...]:
         return id(self.windows), self.targets
 
-    def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    def _augmentation_draws(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         if self._is_sequential:
             return ()
         return (torch.randint(self._last_start + 1, (rows,), generator=generator),)

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int | None:
     """Runs a command, and returns its exit status. A mistake, a signal and Ctrl-C exit with one line."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE.format(commands="\n".join(_described(name) for name in COMMANDS)))
+        print(USAGE.format(commands="\n".join(_describe_command(name) for name in COMMANDS)))
         return None
     name, *rest = arguments
     if name not in COMMANDS:
@@ -75,7 +75,7 @@ def run(arguments: list[str]) -> int | None:
         sys.exit(EXIT_CODE)
 
 
-def _described(name: str) -> str:
+def _describe_command(name: str) -> str:
     """A command and what it is for, in lines of at most 80 characters."""
     return textwrap.fill(f"{name:<11} {COMMANDS[name][1]}", 80, initial_indent="  ", subsequent_indent=" " * 14)
 

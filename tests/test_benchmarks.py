@@ -27,7 +27,7 @@ def settings_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A benchmark sets them for itself, and its process ends."""
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "compiled"))
-    monkeypatch.setattr(growth_schedule, "pays_ahead", growth_schedule.pays_ahead)
+    monkeypatch.setattr(growth_schedule, "should_precompile", growth_schedule.should_precompile)
     logger, backend = logging.getLogger("lightning.pytorch"), torch.backends.cudnn
     before = torch.get_float32_matmul_precision(), logger.level, backend.benchmark
     yield

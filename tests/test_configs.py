@@ -18,7 +18,7 @@ from torch import nn
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands import prepare
-from mupscale.commands.cli import CLI, parsed
+from mupscale.commands.cli import CLI, run_cli
 from mupscale.commands.resume import newest_checkpoint
 from mupscale.datamodules.covertype import SAMPLE
 from mupscale.datamodules.fineweb import JARGON
@@ -250,7 +250,7 @@ def test_the_papers_numbers(folder: str, name: str) -> None:
     run = experiment.runs[name]
     Path("runs/resnet").mkdir(parents=True)
     save_constants({}, "runs/resnet/noise.json")
-    cli = parsed([*told(folder, name, "fit"), "--trainer.accelerator=cpu"])
+    cli = run_cli([*told(folder, name, "fit"), "--trainer.accelerator=cpu"])
     model, trainer, data = cli.model, cli.trainer, cli.datamodule
     assert {key: model.hparams[key] for key in experiment.model} == experiment.model
     assert model.width == run.width
@@ -299,7 +299,7 @@ def test_one_step_of_every_run(folder: str) -> None:
         sizes = [f"--trainer.callbacks.width={wide}"] if run.target else []
         starts_wide = name.endswith("scratch")
         width = wide if starts_wide else narrow
-        cli = parsed([*told(folder, name, "fit"), *overrides, f"--model.width={width}", *sizes])
+        cli = run_cli([*told(folder, name, "fit"), *overrides, f"--model.width={width}", *sizes])
         cli.trainer.fit(cli.model, cli.datamodule)
         path, checkpoint = newest_checkpoint(Path("runs") / experiment.name / name)
         assert path is not None
@@ -327,14 +327,14 @@ def test_models_of_transformers(name: str) -> None:
     """The files grow the model to twice its width, and a tiny one of the same kind trains so."""
     assert {path.stem for path in (CONFIGS / "hf").glob("*.yaml")} == OF_TRANSFORMERS.keys()
     fit = told("hf", name, "fit")
-    cli = parsed([*fit, "--trainer.accelerator=cpu"])
+    cli = run_cli([*fit, "--trainer.accelerator=cpu"])
     (swap,) = (callback for callback in callbacks(cli) if isinstance(callback, UpscaleCallback))
     assert (cli.model.width, swap.width) == OF_TRANSFORMERS[name]
     assert cli.model.hparams["base_width"] == cli.model.width
     sizes = [f"--model.config.{key}={value}" for key, value in LLAMA.items()]
     sizes += ["--trainer.callbacks.at_step=0", f"--trainer.callbacks.width={2 * LLAMA['hidden_size']}"]
     sizes += ["--model.compile=false", "--data.context=8", "--data.batch_size=2"]
-    cli = parsed([*fit, *ONE_STEP, *sizes])
+    cli = run_cli([*fit, *ONE_STEP, *sizes])
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.model.width == 2 * LLAMA["hidden_size"]
     assert torch.isfinite(cli.model.train_loss)
@@ -350,7 +350,7 @@ def test_models_that_become_deeper(name: str) -> None:
     """Tiny ones of the same kind train so; new layers that add nothing keep the loss."""
     assert {path.stem for path in (CONFIGS / "depth").glob("*.yaml")} == DEEPER.keys()
     fit = told("depth", name, "fit")
-    cli = parsed([*fit, "--trainer.accelerator=cpu"])
+    cli = run_cli([*fit, "--trainer.accelerator=cpu"])
     (swap,) = (callback for callback in callbacks(cli) if isinstance(callback, UpscaleCallback))
     assert (cli.model.size.layers, swap.layers, swap.depth) == DEEPER[name]
     assert cli.model.hparams["base_layers"] == cli.model.size.layers
@@ -358,7 +358,7 @@ def test_models_that_become_deeper(name: str) -> None:
     if name == "gpt2":
         sizes += ["--model.width=16", "--model.base_width=16", "--model.compile=false", "--model.context=8"]
         sizes += ["--data.context=8", "--data.batch_size=2"]
-    cli = parsed([*fit, *ONE_STEP, *sizes])
+    cli = run_cli([*fit, *ONE_STEP, *sizes])
     cli.trainer.fit(cli.model, cli.datamodule)
     (swap,) = (callback for callback in callbacks(cli) if isinstance(callback, UpscaleCallback))
     assert cli.model.size.layers == DEEPER[name][1]

@@ -335,10 +335,10 @@ class CLI(LightningCLI):
 
 def main(command: str, arguments: list[str]) -> None:
     """fit, validate, test and predict."""
-    parsed(arguments, command)
+    run_cli(arguments, command)
 
 
-def parsed(arguments: list[str] | Config, command: str = "", **options: Any) -> CLI:
+def run_cli(arguments: list[str] | Config, command: str = "", **options: Any) -> CLI:
     """Parses a command line or a configuration, and runs its command, if there is one. For options see `open_cli`."""
     with open_cli(arguments, command, **options) as cli:
         if command:
@@ -351,7 +351,7 @@ def load_configuration(arguments: list[str], command: str) -> tuple[Config, CLI]
 
     They are made so that a class that refuses its arguments does so now.
     """
-    cli = parsed(arguments, parser_kwargs={"prog": f"python -m mupscale {command}"})
+    cli = run_cli(arguments, parser_kwargs={"prog": f"python -m mupscale {command}"})
     return as_plain(cli.parser, cli.config), cli
 
 

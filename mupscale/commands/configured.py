@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mupscale.callbacks.growth_schedule import refuse_shared_rates
 from mupscale.callbacks.upscale import swaps_of
-from mupscale.commands.cli import parsed, refuse_optimizer
+from mupscale.commands.cli import refuse_optimizer, run_cli
 from mupscale.commands.growth_plans import check_growth, plan_growth, undeclared_lists
 from mupscale.errors import UserError, prefix_errors
 from mupscale.methods import Duplication, GrowthMethod
@@ -29,7 +29,7 @@ def configured(
 ) -> tuple[Growable, LightningDataModule, Trainer]:
     """The model, the data and the trainer of a configuration (`--config FILE`, and overrides)."""
     texts = {"prog": f"python -m mupscale {command}", "description": description}
-    cli = parsed(arguments, parser_kwargs=texts)
+    cli = run_cli(arguments, parser_kwargs=texts)
     return cli.model, cli.datamodule, cli.trainer
 
 

@@ -46,7 +46,7 @@ def main(command: str, arguments: list[str]) -> None:
     with without_collections():  # Lightning takes seconds to load; mistakes are reported before
         from mupscale.commands.cli import parsed
 
-    parsed(["--config", str(config), *overrides, "--ckpt_path", str(path)], "fit", folder=options.run)
+    run_cli(["--config", str(config), *overrides, "--ckpt_path", str(path)], "fit", folder=options.run)
 
 
 def runs_near(folder: Path) -> str:

@@ -119,12 +119,12 @@ def without_sizes(rest: list[str]) -> list[str]:
 def sweep_settings(options: argparse.Namespace, rest: list[str]) -> "Settings":
     """The settings of a command line. Raises a UserError for every mistake that can be found without a run."""
     from mupscale.commands.cli import load_configuration
-    from mupscale.commands.lab.space import Settings, for_trials, grid, parsed_axis, refuse_invalid, seeds_of
-    from mupscale.commands.lab.sweep import checked_metric, signal_swap
+    from mupscale.commands.lab.space import Settings, for_trials, grid, parse_axis, refuse_invalid, seeds_of
+    from mupscale.commands.lab.sweep import check_metric, signal_swap
 
-    axes = [parsed_axis(text) for text in options.sweep]
+    axes = [parse_axis(text) for text in options.sweep]
     refuse_axes(options, axes)
-    checked_metric(options.metric)
+    check_metric(options.metric)
     given, cli = load_configuration(rest, "sweep")
     config = for_trials(given)
     signal_swap(config)

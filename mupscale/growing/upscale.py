@@ -281,7 +281,7 @@ def find_plan(
         if agreement.exact is False and on_mismatch == "error":
             raise UserError(f"{refusal}. {_BY_HAND}. Nothing was written")
         if agreement.exact is not False or on_mismatch == "note":
-            return _checked(narrow, wide, call, CheckedPlan(planned, hints, agreement, (), str(agreement)))
+            return _with_notes(narrow, wide, call, CheckedPlan(planned, hints, agreement, (), str(agreement)))
     _refuse_long_search(wide, refusal)
     from mupscale.discovery.discover import discover
 
@@ -300,10 +300,10 @@ def find_plan(
     if agreement.exact is False or (agreement.exact is None and not layers and not agreement.untested):
         raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
     text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"
-    return _checked(narrow, wide, call, CheckedPlan(planned, found, agreement, (), text))
+    return _with_notes(narrow, wide, call, CheckedPlan(planned, found, agreement, (), text))
 
 
-def _checked(narrow: nn.Module, wide: nn.Module, call: Call, checked: CheckedPlan) -> CheckedPlan:
+def _with_notes(narrow: nn.Module, wide: nn.Module, call: Call, checked: CheckedPlan) -> CheckedPlan:
     """The same with notes, and with what new layers add."""
     agreement, plan = checked.agreement, checked.plan
     notes = agreement.notes

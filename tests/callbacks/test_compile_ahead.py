@@ -51,7 +51,7 @@ class Compilations(Callback):
 @pytest.mark.exhaustive  # the code generator takes a minute
 def test_the_first_wide_step_finds_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(growth_schedule, "pays_ahead", lambda trainer, module: True)
+    monkeypatch.setattr(growth_schedule, "should_precompile", lambda trainer, module: True)
     torch.compiler.reset()
     found = Compilations()
     fit(mlp(compile=True), tmp_path, 4, UpscaleCallback(2, 16, noise=None), found)
@@ -85,7 +85,7 @@ def test_the_process_ends_with_the_growth_or_the_run(
     watching = Watching(fails)
     monkeypatch.setattr(compile_ahead, "PROGRAM", "import sys, time; sys.stdin.buffer.read(); time.sleep(600)")
     monkeypatch.setattr(compile_ahead, "start_compiling", watching.start)
-    monkeypatch.setattr(growth_schedule, "pays_ahead", lambda trainer, module: True)
+    monkeypatch.setattr(growth_schedule, "should_precompile", lambda trainer, module: True)
     with pytest.raises(RuntimeError, match="the run fails") if fails else nullcontext():
         fit(gpt2(), tmp_path, 4, UpscaleCallback(3, 16, noise=None), watching)
     # of three steps: it begins after the first one, which takes the memory that the run needs
@@ -98,7 +98,7 @@ def test_without_room_for_a_process_the_run_goes_on(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    monkeypatch.setattr(growth_schedule, "pays_ahead", lambda trainer, module: True)
+    monkeypatch.setattr(growth_schedule, "should_precompile", lambda trainer, module: True)
     module = gpt2()
     fit(module, tmp_path, 3, UpscaleCallback(2, 16, noise=None))
     assert module.width == 16

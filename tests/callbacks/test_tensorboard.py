@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mupscale.__main__ import main
 from mupscale.callbacks.tensorboard import LossFirstLogger, keep_tables, loss_first, tag_in
-from mupscale.commands.cli import parsed
+from mupscale.commands.cli import run_cli
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 BRIEF = [
@@ -57,7 +57,7 @@ def test_only_a_logger_that_sorts_renames(name: str, tag: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_first_cards_are_the_losses_and_the_width() -> None:
-    cli = parsed(["--config", QUICKSTART, *BRIEF], "fit")
+    cli = run_cli(["--config", QUICKSTART, *BRIEF], "fit")
     drawn = curves()
     cards = sorted(tag for tag in drawn if "text_summary" not in tag)
     assert cards[:4] == ["train/loss", "train/width", "val/accuracy", "val/loss"]

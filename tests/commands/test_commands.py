@@ -13,7 +13,7 @@ from sweeps import changed
 
 from mupscale.__main__ import main
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.cli import parsed
+from mupscale.commands.cli import run_cli
 from mupscale.models.mlp import MLP
 
 CONFIGS = ROOT / "configs"
@@ -65,7 +65,7 @@ def test_every_command_takes_narrow_and_wide_checkpoints(tmp_path: Path) -> None
     assert checkpoints.keys() == {8, 16, 48}
     for width, checkpoint in checkpoints.items():
         for command in ("validate", "test", "predict"):
-            cli = parsed(["--config", config, "--ckpt_path", str(checkpoint)], command)
+            cli = run_cli(["--config", config, "--ckpt_path", str(checkpoint)], command)
             assert cli.model.width == width
         assert MLP.load_from_checkpoint(checkpoint).width == width
     predictions = [torch.load(path) for path in Path("runs").rglob("predictions.pt")]

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from command_line import small, upscale
 
-from mupscale.commands.cli import load_configuration, parsed
+from mupscale.commands.cli import load_configuration, run_cli
 from mupscale.commands.config import Config
 from mupscale.commands.lab.space import SweptAxis, for_trials, refuse_invalid
 from mupscale.errors import UserError
@@ -28,7 +28,7 @@ def configuration(name: str) -> Config:
 def test_a_configuration_is_parsed_as_a_file_with_it() -> None:
     config = configuration("a")
     Path("whole.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    whole, of_file = parsed(config), parsed(["--config", "whole.yaml"])
+    whole, of_file = run_cli(config), run_cli(["--config", "whole.yaml"])
     del whole.config["config"], of_file.config["config"]
     assert repr(whole.config) == repr(of_file.config)
 
@@ -48,4 +48,4 @@ METHODS = [{"class_path": f"mupscale.methods.{name}"} for name in ("Duplication"
 def test_a_bad_value_in_the_middle_is_refused(key: str, values: list[Any], bad: str) -> None:
     config = for_trials(configuration("a"))
     with pytest.raises(UserError, match=f"^--sweep {key}=.*{bad}"):
-        refuse_invalid(parsed(config), config, [SweptAxis("seed_everything", (0, 1)), SweptAxis(key, tuple(values))])
+        refuse_invalid(run_cli(config), config, [SweptAxis("seed_everything", (0, 1)), SweptAxis(key, tuple(values))])

@@ -7,7 +7,7 @@ import yaml
 from command_line import refused
 
 from mupscale.commands import _jsonargparse
-from mupscale.commands.cli import parsed
+from mupscale.commands.cli import run_cli
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -59,7 +59,7 @@ REMEDIES: dict[str, tuple[dict[str, object], str]] = {
 def message(change: dict[str, object]) -> str:
     Path("c.yaml").write_text(yaml.safe_dump(RIGHT | change))
     with pytest.raises(UserError) as caught:
-        parsed(["--config", "c.yaml"])
+        run_cli(["--config", "c.yaml"])
     return str(caught.value)
 
 

@@ -12,7 +12,7 @@ from paths import contents
 from programs import run_program
 
 from mupscale.__main__ import main
-from mupscale.commands.cli import parsed
+from mupscale.commands.cli import run_cli
 from mupscale.commands.configured import first_batches
 from mupscale.datamodules import documents
 from mupscale.datamodules.documents import TextFiles
@@ -43,7 +43,7 @@ def assert_trains(line: str) -> None:
     """The command that is printed at the end has a model for the data, and at least one batch."""
     words = shlex.split(line)
     assert words[:4] == ["python", "-m", "mupscale", "fit"]
-    cli = parsed([*words[4:], "--trainer.accelerator=cpu"])
+    cli = run_cli([*words[4:], "--trainer.accelerator=cpu"])
     (batch,) = first_batches(cli.model, cli.datamodule, 1)
     assert batch.shape[1] == cli.model.hparams["context"] + 1
     assert int(batch.max()) < cli.model.hparams["vocabulary"]

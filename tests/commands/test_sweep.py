@@ -25,10 +25,10 @@ from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands import figures
 from mupscale.commands.checkpoints import FolderLock, newest_checkpoint
-from mupscale.commands.cli import parsed
+from mupscale.commands.cli import run_cli
 from mupscale.commands.config import Point, apply_point, brief, labels
 from mupscale.commands.lab.run import Result, Run, with_run
-from mupscale.commands.lab.space import SweptAxis, grid, parsed_axis
+from mupscale.commands.lab.space import SweptAxis, grid, parse_axis
 from mupscale.commands.lab.sweep import Sweep, tuned_values
 from mupscale.commands.sweep import parser as sweep_parser
 from mupscale.commands.sweep import sweep_settings, without_sizes
@@ -59,16 +59,16 @@ def run(config: dict[str, Any], folder: Path) -> Result:
 
 
 def test_axes() -> None:
-    assert parsed_axis(f"{LR}=1e-3,0.002,3") == SweptAxis(LR, (0.001, 0.002, 3))
-    assert parsed_axis("a.b=0.25:4:5") == SweptAxis("a.b", (0.25, 0.5, 1.0, 2.0, 4.0))
-    assert [type(value) for value in parsed_axis("a=2:16:4").values] == [int] * 4  # hidden layers, say
-    assert [type(value) for value in parsed_axis("a=2.0:16:4").values] == [float] * 4
-    assert parsed_axis("a=010,2e1").values == (10.0, 20.0)
-    assert parsed_axis("a=1e-4:1e-2") == SweptAxis("a", bounds=(1e-4, 1e-2))
-    assert parsed_axis("a.betas=[0.9, 0.95],[0.9, 0.99]").values == ([0.9, 0.95], [0.9, 0.99])
-    assert parsed_axis("a=true,false,null,x").values == (True, False, None, "x")
-    assert parsed_axis("a=2026-01-31,cuda:0").values == ("2026-01-31", "cuda:0")
-    assert parsed_axis("a='00:00:10:00','00:00:20:00'").values == ("00:00:10:00", "00:00:20:00")
+    assert parse_axis(f"{LR}=1e-3,0.002,3") == SweptAxis(LR, (0.001, 0.002, 3))
+    assert parse_axis("a.b=0.25:4:5") == SweptAxis("a.b", (0.25, 0.5, 1.0, 2.0, 4.0))
+    assert [type(value) for value in parse_axis("a=2:16:4").values] == [int] * 4  # hidden layers, say
+    assert [type(value) for value in parse_axis("a=2.0:16:4").values] == [float] * 4
+    assert parse_axis("a=010,2e1").values == (10.0, 20.0)
+    assert parse_axis("a=1e-4:1e-2") == SweptAxis("a", bounds=(1e-4, 1e-2))
+    assert parse_axis("a.betas=[0.9, 0.95],[0.9, 0.99]").values == ([0.9, 0.95], [0.9, 0.99])
+    assert parse_axis("a=true,false,null,x").values == (True, False, None, "x")
+    assert parse_axis("a=2026-01-31,cuda:0").values == ("2026-01-31", "cuda:0")
+    assert parse_axis("a='00:00:10:00','00:00:20:00'").values == ("00:00:10:00", "00:00:20:00")
     assert list(grid([SweptAxis("a", (1, 2)), SweptAxis("b", ("x", "y"))])) == [
         {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"},
     ]  # fmt: skip
@@ -83,7 +83,7 @@ def test_axes() -> None:
 def test_a_range_among_values_is_refused(values: str) -> None:
     """YAML 1.1 reads 1:10:5 as a number to the base 60, which is 4205."""
     with pytest.raises(UserError, match=r": [^ ]*:[^ ]* is not a value; a range LOW:HIGH:N has no other values"):
-        parsed_axis(f"{LR}={values}")
+        parse_axis(f"{LR}={values}")
 
 
 def test_values_are_set_where_they_stand() -> None:
@@ -316,7 +316,7 @@ def test_best_composes_with_another_width(tmp_path: Path) -> None:
         "callback_args": {"UpscaleCallback": {"noise": noise}},
     }
     target = small(tmp_path / "target.yaml", upscale(10, 64), width=32)
-    cli = parsed(["--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"], "fit")
+    cli = run_cli(["--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"], "fit")
     (swap,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
     assert (swap.width, swap.noise.std, cli.model.width) == (64, 0.05, 64)
     assert cli.trainer.optimizers[0].defaults["lr"] == 0.02
@@ -389,7 +389,7 @@ def test_best_leaves_the_noise_of_other_growths_alone(tmp_path: Path) -> None:
 
     target = small(tmp_path / "target.yaml", upscale(5, 16), upscale(10, 32))
     (tmp_path / "best.yaml").write_text(yaml.safe_dump({"callback_args": {"UpscaleCallback": [{"lr": 0.1}, {}]}}))
-    cli = parsed(["--config", target, "--config", str(tmp_path / "best.yaml")])
+    cli = run_cli(["--config", target, "--config", str(tmp_path / "best.yaml")])
     rates = [callback.lr for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
     assert rates == [0.1, None]
     single = small(tmp_path / "single.yaml", upscale(5, 16))
@@ -415,7 +415,7 @@ def test_best_may_be_a_class_or_another_step(tmp_path: Path) -> None:
     assert Path("s/noise.json").read_bytes() == (best / "noise-6.json").read_bytes()
     assert all(Path(f"s/{name}.png").exists() for name in ("profile", "curves"))
     target = small(tmp_path / "target.yaml", upscale(10, 64), width=32)
-    cli = parsed(["--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"], "fit")
+    cli = run_cli(["--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"], "fit")
     (wide,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
     assert (wide.at_step, wide.summary["step"], wide.width) == (6, 6, 64)
     assert cli.trainer.optimizers[0].defaults["betas"] == (0.8, 0.9)

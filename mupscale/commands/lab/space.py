@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.cli import CLI, parsed, refuse_growths
+from mupscale.commands.cli import CLI, refuse_growths, run_cli
 from mupscale.commands.config import Config, Point, apply_point, brief, callback_key, number_in
 from mupscale.commands.configured import refuse_optimizers
 from mupscale.data_files import DECIMAL, yaml_of
@@ -88,7 +88,7 @@ class TrialResult:
     """The folders of the runs that it made, one for each value."""
 
 
-def parsed_axis(text: str) -> SweptAxis:
+def parse_axis(text: str) -> SweptAxis:
     """The axis of a text.
 
     The text is `KEY=V1,V2,…` (values), `KEY=LOW:HIGH:N` (N values, evenly by ratio) or `KEY=LOW:HIGH` (a range to draw
@@ -258,7 +258,7 @@ def refuse_invalid(cli: CLI, config: Config, axes: list[SweptAxis]) -> None:
         except UserError as error:
             raise UserError(f"--sweep {error}") from error
         with prefix_errors(f"--sweep {axis.key}={brief(value)}"):
-            tried = parsed(changed)
+            tried = run_cli(changed)
             refuse_optimizers(tried.model, tried.trainer)
             if growing:
                 refuse_growths(tried.model, tried.trainer)

@@ -227,7 +227,7 @@ class Sweep:
 # --- metrics
 
 
-def checked_metric(metric: Any) -> str:
+def check_metric(metric: Any) -> str:
     """A metric as it is. Raises a UserError if it is not a name, or if larger values of it are better."""
     if not isinstance(metric, str) or not metric.strip():
         raise UserError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
