@@ -29,7 +29,7 @@ from mupscale._torch import allocate_parameters_, apply_to_values_, is_compiled_
 from mupscale.base_shapes import clip_grad_norm_
 from mupscale.callbacks.captured_steps import CapturedSteps
 from mupscale.callbacks.losses import Measured, first_samples, losses_of_step, measure_loss, reshard_, run_eagerly
-from mupscale.callbacks.own_code import RateWatch, refuse_weights_outside, watch_callbacks
+from mupscale.callbacks.own_code import HandSetRates, refuse_weights_outside, watch_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.step_check import SAMPLES, StepCheck
 from mupscale.callbacks.swap import OwnBatches, RefusedSwap, refuse_many_loaders
@@ -108,7 +108,7 @@ class GrowthSchedule:
         self._built = plain_attributes(module)
         self._factor = math.inf
         """How many times as many parameters there are after the next growth, where it is known before."""
-        self._watches: list[RateWatch] = []
+        self._watches: list[HandSetRates] = []
         """One for each optimizer whose groups will have different rates."""
         self._groups_in_checkpoint: tuple[Any, Any] | None = None
         self._needs_check = self._is_before_first_step = False
@@ -273,7 +273,7 @@ class GrowthSchedule:
                 continue
             schedulers = [each for each in self.schedulers if each.optimizer is optimizer]
             refuse_shared_rates(module, module, schedulers, plan, rates_of)
-            self._watches.append(RateWatch(optimizer, schedulers, type(module).__name__))
+            self._watches.append(HandSetRates(optimizer, schedulers, type(module).__name__))
 
     def _find_hints(
         self,

@@ -35,7 +35,7 @@ Settings = list[dict[str, float]]
 """The settings of each group."""
 
 
-class RateWatch:
+class HandSetRates:
     """Looks at rates, decay and eps of an optimizer before steps: a warning before a growth, an error after it."""
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], module: str) -> None:

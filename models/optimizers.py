@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from mupscale.methods.grow import UpscaleReport
 from mupscale.schedules import spread_schedule_
 from mupscale.widening.hints import some_names
-from mupscale.widening.state import Continuation, StateSource
+from mupscale.widening.state import OptimizerTransfer, StateSource
 from mupscale.widening.stepping import names_by_id
 
 Groups = list[dict[str, Any]]
@@ -32,7 +32,7 @@ def continue_optimizers_(
     answer, names = [], names_by_id(wide)
     for optimizer, continued in zip(optimizers, grown, strict=True):
         assert continued is not None
-        source_of = Continuation(report.plan, narrow, optimizer, wide, report.method.rates).sources()
+        source_of = OptimizerTransfer(report.plan, narrow, optimizer, wide, report.method.rates).sources()
         before, groups = list(optimizer.param_groups), continued.param_groups
         sources = [source_of[id(group["params"][0])] for group in groups]
         if lr is not None:

@@ -21,7 +21,7 @@ from mupscale.models.base import Growable, doubled, has_own_optimizers, refuse_b
 from mupscale.models.checkpoint import Size
 from mupscale.widening.layers import Depth
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import Continuation, refuse_uneven_groups
+from mupscale.widening.state import OptimizerTransfer, refuse_uneven_groups
 
 
 def configured(
@@ -129,7 +129,7 @@ def refuse_own_rates(module: Growable, narrow: nn.Module, wide: nn.Module, plan:
         return
     with prefix_errors(f"{type(module).__name__}.configure_optimizers"):
         for before, after in zip(made.optimizers, grown.optimizers, strict=False):
-            continued = Continuation(plan, narrow, before, wide, method.rates).groups()
+            continued = OptimizerTransfer(plan, narrow, before, wide, method.rates).groups()
             refuse_uneven_groups(continued, wide, after)
     refuse_shared_rates(module, narrow, made.schedulers, plan, method.rates)
 

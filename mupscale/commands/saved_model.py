@@ -25,7 +25,7 @@ from mupscale.models.checkpoint import (
 from mupscale.schedules import refuse_one_rate_for_all, spread_schedule_state_
 from mupscale.widening.optimizers import registered_optimizer
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import SOURCE_GROUP, Continuation
+from mupscale.widening.state import SOURCE_GROUP, OptimizerTransfer
 
 MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
 """What a model or an optimizer raises for arguments that it does not expect."""
@@ -163,7 +163,7 @@ def grow_optimizers(
 
     Rescales the states of schedules, as a swap inside a run does. Raises a UserError if one cannot continue.
     """
-    continuations = [Continuation(plan, narrow, before, wide, method.rates) for before in narrow_opts]
+    continuations = [OptimizerTransfer(plan, narrow, before, wide, method.rates) for before in narrow_opts]
     wide_opts = [fresh_optimizer(plan, narrow, before, wide) for before in narrow_opts]
     for continuation, after in zip(continuations, wide_opts, strict=True):
         continuation.check(after)

@@ -48,7 +48,7 @@ from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, source_of, stand_in
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import Continuation
+from mupscale.widening.state import OptimizerTransfer
 from mupscale.widening.write import first_non_finite, refuse_other_rescale, remember_widths
 
 
@@ -343,7 +343,7 @@ def _write_optimizer(
         done.add(path)
         return value.to("meta")
 
-    continuation = Continuation(plan, narrow, before, wide, method.rates, method.state)
+    continuation = OptimizerTransfer(plan, narrow, before, wide, method.rates, method.state)
     continuation.transfer(after, **method.state_settings(), read=read, write=write)
     sources, targets = dict(narrow.named_parameters()), dict(wide.named_parameters())
     for name, entry in plan.parameters.items():

@@ -200,7 +200,7 @@ class GrowthMethod:
             )
 
     def state_settings(self) -> dict[str, Any]:
-        """How optimizer state moves: the arguments of `Continuation.transfer`."""
+        """How optimizer state moves: the arguments of `OptimizerTransfer.transfer`."""
         return {"scale_of": self.scale, "to_copies": self.state_to_copies, "rewarm_steps": self.rewarm_steps}
 
     def scale(self, growth: Growth) -> Scale:

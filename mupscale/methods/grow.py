@@ -32,7 +32,7 @@ from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import stand_in
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.state import Continuation
+from mupscale.widening.state import OptimizerTransfer
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -144,7 +144,7 @@ def grow(
         )
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         # made again once the weights are written, because it holds the narrow ones
-        Continuation(plan, shallow, before, wide, method.rates, method.state).check(given)
+        OptimizerTransfer(plan, shallow, before, wide, method.rates, method.state).check(given)
     noise, about_noise = method.choose_noise(noise, plan, narrow)
     write.refuse_unknown_buffers(plan, wide, rebuild)
     write.refuse_non_finite_model(plan, narrow, wide)
@@ -184,7 +184,7 @@ def grow(
     if narrow_opts and method.state != "carry":
         notes.append(f"the state of {'new copies' if method.state == 'reset_new_copies' else 'the optimizer'} is reset")
     for before, given in zip(narrow_opts, wide_opts, strict=True):
-        continuation = Continuation(plan, shallow, before, wide, method.rates, method.state)
+        continuation = OptimizerTransfer(plan, shallow, before, wide, method.rates, method.state)
         after = continuation.new_optimizer() if given is None else given
         notes += continuation.notes_on_unscaled(after)
         continuation.transfer(after, consume=consume, **method.state_settings())

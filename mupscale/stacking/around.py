@@ -13,14 +13,14 @@ from mupscale.widening import table
 from mupscale.widening.stepping import Record, records_of
 from mupscale.widening.table import Side
 
-Around = dict[str, Tensor]
+Adjustment = dict[str, Tensor]
 """Tensors for one weight, each with an axis for the models: the new copies of each birth ("new"), which models
 see it in other units ("mixed"), and what these are ("inward", "outward", "shift"). Empty for most weights."""
 
 
-def adjustments(weight: Tensor, records: Sequence[Record]) -> Around:
+def adjustments(weight: Tensor, records: Sequence[Record]) -> Adjustment:
     """What happens around the update of a stacked weight, from the records of its parameter in each model."""
-    answer: Around = {}
+    answer: Adjustment = {}
     born = [record.born(weight[0]) if record.births else [] for record in records]
     if any(born):
         none = torch.zeros_like(weight[0], dtype=torch.bool, requires_grad=False)
@@ -39,7 +39,7 @@ def adjustments(weight: Tensor, records: Sequence[Record]) -> Around:
 
 
 def step_adjusted(
-    parts: Around,
+    parts: Adjustment,
     update: Callable[..., None],
     weight: Tensor,
     gradient: Tensor,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.stacking.around import Around, adjustments, per_model, step_adjusted
+from mupscale.stacking.around import Adjustment, adjustments, per_model, step_adjusted
 from mupscale.stacking.compiled import Compiled
 from mupscale.widening.optimizers import groups_by_id, rule_of
 from mupscale.widening.stepping import Record, step_records, update_factor
@@ -316,7 +316,7 @@ def _update_all(
     weights: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
-    arounds: list[Around],
+    arounds: list[Adjustment],
     factors: dict[str, Tensor],
     flags: dict[str, Any],
 ) -> None:

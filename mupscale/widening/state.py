@@ -185,7 +185,7 @@ RatesOf = Callable[[Growth], Sized]
 """What hyperparameters follow, of each parameter."""
 
 
-class Continuation:
+class OptimizerTransfer:
     """How an optimizer of the narrow model continues on the wide one."""
 
     def __init__(

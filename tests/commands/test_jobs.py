@@ -13,7 +13,7 @@ from mupscale.commands.lab import jobs
 from mupscale.commands.lab.execution import part_of
 from mupscale.commands.lab.jobs import STACKS, Job, jobs_of
 from mupscale.commands.lab.run import Result, Run, Trial, results_in
-from mupscale.commands.lab.stack import Apart
+from mupscale.commands.lab.stack import NotStackable
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -94,7 +94,7 @@ class Trained(list[str]):
         self.append(f"{folder}: {', '.join(run.name for run in runs)}")
         if self.reason is not None:
             folder.mkdir(parents=True)
-            raise Apart(self.reason)
+            raise NotStackable(self.reason)
         (folder / "runs.json").unlink(missing_ok=True)
         return {run.folder: (1.0, 1.0) for run in runs[: self.room]}
 

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from mupscale.commands.config import read_json
 from mupscale.commands.lab.run import Result, Trial, free_memory, make_apart, results_in
-from mupscale.commands.lab.stack import Apart, checkpoints_in, train_stack
+from mupscale.commands.lab.stack import NotStackable, checkpoints_in, train_stack
 from mupscale.errors import UserError
 
 Size = int | Literal["auto", "off"]
@@ -50,7 +50,7 @@ class Job:
                 try:
                     print(f"{self}: {len(begun or left)} runs begin", flush=True)
                     results |= train_stack(begun or left, folder, self.size)
-                except Apart as reason:
+                except NotStackable as reason:
                     shutil.rmtree(folder)
                     with suppress(OSError):
                         folder.parent.rmdir()

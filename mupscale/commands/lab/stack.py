@@ -53,12 +53,12 @@ SINGLE = {
 """Options of the trainer, and the values with which runs can be trained together."""
 
 
-class Apart(UserError):
+class NotStackable(UserError):
     """Runs cannot be trained as one program; the message is the reason."""
 
 
 def train_stack(runs: Sequence[Run], folder: Path, size: int | str) -> dict[Path, Result]:
-    """Trains runs as one program, or goes on with that; returns their results. Raises Apart if they do not stack.
+    """Trains runs as one program, or goes on with that; returns their results. Raises NotStackable if they do not stack.
 
     Of `auto`, or of a number, as many runs are taken as there is room for; the others have no result.
     """
@@ -67,7 +67,7 @@ def train_stack(runs: Sequence[Run], folder: Path, size: int | str) -> dict[Path
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGINT, handler)  # which Lightning sets after Ctrl-C
         stack.enter_context(logged(folder))
-        members: list[Member] = []
+        members: list[StackedRun] = []
         room = len(runs)
         while len(members) < room:
             run = runs[len(members)]
@@ -76,15 +76,15 @@ def train_stack(runs: Sequence[Run], folder: Path, size: int | str) -> dict[Path
             if not members and not begun:  # before anything is done to the folder of a run
                 reason = why_apart(cli, run)
                 if reason is not None:
-                    raise Apart(reason)
+                    raise NotStackable(reason)
                 room = min(room, room_in_stack(cli, size))
             with explained(run.name, run.folder):
-                members.append(Member(run, cli, begun=begun))
+                members.append(StackedRun(run, cli, begun=begun))
         write_text(folder / "runs.json", json.dumps({"runs": [str(member.run.folder) for member in members]}))
         return fit_stack(members, folder, clock)
 
 
-def fit_stack(members: list["Member"], folder: Path, clock: RunProgress) -> dict[Path, Result]:
+def fit_stack(members: list["StackedRun"], folder: Path, clock: RunProgress) -> dict[Path, Result]:
     files = StackFiles(members, folder, clock)
     first = members[0].cli
     config = first.config["loop"]
@@ -114,7 +114,7 @@ def fit_stack(members: list["Member"], folder: Path, clock: RunProgress) -> dict
     except UserError as error:
         if files.has_stepped:
             raise
-        raise Apart(str(error)) from error
+        raise NotStackable(str(error)) from error
     return files.write_results(trainer, module)
 
 
@@ -124,7 +124,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [found[step] for step in sorted(found) if damage_at(found[step]) is None]
 
 
-class Member:
+class StackedRun:
     """A run of a stack: what its configuration makes, and its own files."""
 
     def __init__(self, run: Run, cli: CLI, *, begun: bool) -> None:
@@ -177,7 +177,7 @@ class StackFiles(Callback):
     Its saved state: the scores, the costs so far, and the lengths of the curves.
     """
 
-    def __init__(self, members: Sequence[Member], folder: Path, clock: RunProgress) -> None:
+    def __init__(self, members: Sequence[StackedRun], folder: Path, clock: RunProgress) -> None:
         self.members, self.folder, self._clock = list(members), folder, clock
         self.spent = {"samples": 0.0, "flops": 0.0}
         self.ends: dict[int, dict[str, float]] = {}
@@ -392,7 +392,7 @@ class StackFiles(Callback):
             "growths": module.growths_done[index],
         }
 
-    def _write_checkpoint(self, member: Member, checkpoint: dict[str, Any]) -> None:
+    def _write_checkpoint(self, member: StackedRun, checkpoint: dict[str, Any]) -> None:
         folder = member.run.folder
         checkpoint[RUN_KEY] = {
             "id": read_run(folder).get("id"),
@@ -441,11 +441,13 @@ def why_apart(cli: CLI, run: Run) -> str | None:
 def room_in_stack(cli: CLI, size: int | str) -> int:
     """How many runs like this one to train together: `size`, or for `auto` as many as fit into memory.
 
-    Raises a UserError if `size` of them do not fit, and Apart if two do not, or if a stack would be slower.
+    Raises a UserError if `size` of them do not fit, and NotStackable if two do not, or if a stack would be slower.
     """
     module, device = cli.model, cli.trainer.strategy.root_device
     if size == "auto" and device.type == "cuda" and module.stacked_losses() is None:
-        raise Apart(f"torch.vmap of {type(module).__name__} is slower on a GPU; to use it anyway, give --stack N")
+        raise NotStackable(
+            f"torch.vmap of {type(module).__name__} is slower on a GPU; to use it anyway, give --stack N"
+        )
     free = SHARE * free_bytes(device)
     final = module.size
     for swap in swaps_of(cli.trainer):
@@ -453,10 +455,10 @@ def room_in_stack(cli: CLI, size: int | str) -> int:
     try:
         each = bytes_of(cli, final)
     except UserError as error:
-        raise Apart(str(error)) from error
+        raise NotStackable(str(error)) from error
     most = int(free // each)
     if isinstance(size, str) and most < 2:
-        raise Apart(
+        raise NotStackable(
             f"{free / 1e9:.1f} GB of free memory do not hold two networks of {final} ({each / 1e9:.1f} GB each)"
         )
     if isinstance(size, str):
