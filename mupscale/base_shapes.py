@@ -15,7 +15,7 @@ from mupscale.readout import Readout
 from mupscale.sharding import gathered
 from mupscale.widening import modules, table
 from mupscale.widening.hints import Hints, Pairing, Use, all_sides, match_hints, scale_of_sides
-from mupscale.widening.layers import BRANCH_MULTIPLIER, spread, stand_in
+from mupscale.widening.layers import BRANCH_MULTIPLIER, at_depth, spread
 from mupscale.widening.optimizers import Sized, groups_by_id, rule_of
 from mupscale.widening.state import SOURCE_GROUP, begin_state_, refuse_bad_levels, split_groups
 from mupscale.widening.stepping import Record, Records, names_by_id, records_of, store_records
@@ -70,10 +70,10 @@ def set_base_shapes(
             "set_base_shapes: the model has base shapes, and rescaled weights, already; pass init=None to change the "
             "base"
         )
-    at_depth = stand_in(base, model, spread(base, model))
-    other = model if delta is None else stand_in(delta, model, spread(delta, model))
-    axes = _width_axes(at_depth, other)
-    pairing = Pairing(at_depth, model, width_axes=axes)
+    base_at_depth = at_depth(base, model, spread(base, model))
+    other = model if delta is None else at_depth(delta, model, spread(delta, model))
+    axes = _width_axes(base_at_depth, other)
+    pairing = Pairing(base_at_depth, model, width_axes=axes)
     pairing.refuse_reparametrised(weight_norm=False)
     hinted = match_hints(pairing, hints, with_blocks=False)
     sides_of = all_sides(pairing, hinted.roles, averaging=True)

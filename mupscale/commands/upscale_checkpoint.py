@@ -46,7 +46,7 @@ from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWrite
 from mupscale.text_tables import starred
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
-from mupscale.widening.layers import Depth, source_of, stand_in
+from mupscale.widening.layers import Depth, at_depth, source_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import OptimizerTransfer
 from mupscale.widening.write import first_non_finite, refuse_other_rescale, remember_widths
@@ -259,7 +259,7 @@ def upscale_shards(
         )
     narrow, wide = _networks_of_shards(shards, module, size)
     plan = method.plan(narrow, wide, hints)
-    twin = stand_in(narrow, wide, plan.layers)
+    twin = at_depth(narrow, wide, plan.layers)
     refuse_other_rescale(plan, twin, wide)
     refuse_without_values(plan, wide)
     method.check(plan)

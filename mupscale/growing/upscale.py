@@ -21,7 +21,7 @@ from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
 from mupscale.methods.noise import Noise, NoiseOrAuto
 from mupscale.widening.hints import NO_HINTS, Hints, checked_hints, some_names
-from mupscale.widening.layers import Depth, Layers, layers_of, stand_in, without_new
+from mupscale.widening.layers import Depth, Layers, at_depth, layers_of, without_new
 from mupscale.widening.plan import as_identity, lists_without_residual
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
@@ -288,7 +288,7 @@ def find_plan(
     try:
         found = discover(narrow, without_new(wide, narrow, layers) if layers else wide, call)
         if layers:
-            found = replace(found.resolved(stand_in(narrow, wide, layers), wide), depth=layers, residual=residual)
+            found = replace(found.resolved(at_depth(narrow, wide, layers), wide), depth=layers, residual=residual)
         planned = make_plan(narrow, wide, hints=found)
         agreement = check(planned)
     except Exception as error:  # whatever a model does when it runs

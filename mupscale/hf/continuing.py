@@ -16,7 +16,7 @@ from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport
 from mupscale.text_tables import unwrapped
 from mupscale.widening.growth import matches
-from mupscale.widening.layers import stand_in
+from mupscale.widening.layers import at_depth
 from mupscale.widening.optimizers import OptimizerRule, Sized, rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import Record, Records, record_of, records_of, store_records, write_records
@@ -31,7 +31,7 @@ def growth_record(
     plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What `parameter_groups` reads: role, layouts and factors of each parameter. Plain data, for a JSON file."""
-    narrow = stand_in(narrow, wide, plan.layers)
+    narrow = at_depth(narrow, wide, plan.layers)
     remember_widths(plan, narrow, wide, method.scale, entrywise=method.hyperparameters == "table")
     widths = records_of(wide)
     scaling = _factors(plan, method)

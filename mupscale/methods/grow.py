@@ -30,7 +30,7 @@ from mupscale.text_tables import notes_by_layer
 from mupscale.widening import write
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
-from mupscale.widening.layers import stand_in
+from mupscale.widening.layers import at_depth
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import OptimizerTransfer
 
@@ -131,7 +131,7 @@ def grow(
     if not isinstance(method, GrowthMethod):
         raise UserError(f"method must be a growth method, such as Duplication() or Net2Net(); got {method!r}")
     plan = method.plan(narrow, wide, hints) if plan is None else plan
-    shallow, narrow = narrow, stand_in(narrow, wide, plan.layers)
+    shallow, narrow = narrow, at_depth(narrow, wide, plan.layers)
     _refuse_other_plan(plan, narrow, wide)
     write.refuse_other_rescale(plan, narrow, wide)
     method.check(plan)

@@ -264,10 +264,10 @@ def without_new(deep: nn.Module, shallow: nn.Module, layers: Layers) -> nn.Modul
         keys = {row.source: row.key for row in rows if not row.is_new}
         sources = [key for key, _ in shallow.get_submodule(name).named_children()]
         kept[name] = tuple(Layer(source, keys[source], "kept") for source in sources if source in keys)
-    return stand_in(deep, shallow, kept)
+    return at_depth(deep, shallow, kept)
 
 
-def stand_in(shallow: nn.Module, deep: nn.Module, layers: Layers) -> nn.Module:
+def at_depth(shallow: nn.Module, deep: nn.Module, layers: Layers) -> nn.Module:
     """The shallow model with the layers of the deep one; kept parts have the shallow model's own parameters."""
     if not layers:
         return shallow

@@ -149,7 +149,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None, dept
     refuse_unless_model("wide", wide)
     hints = checked_hints(hints)
     layers = depths.layers_of(narrow, wide, hints.depth if depth is None else depth)
-    shallow, narrow = narrow, depths.stand_in(narrow, wide, layers)
+    shallow, narrow = narrow, depths.at_depth(narrow, wide, layers)
     pairing = Pairing(narrow, wide)
     refuse_scripted("narrow", narrow)
     refuse_scripted("wide", wide)
