@@ -23,8 +23,8 @@ from torch import Tensor
 import mupscale
 from benchmarks.harness import Row, clear_memory, now, peak_gb, rate
 from mupscale.callbacks.captured_steps import CapturedSteps
-from mupscale.callbacks.plain import default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.run_defaults import default_callbacks
 from mupscale.callbacks.tensorboard import LossFirstLogger
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable

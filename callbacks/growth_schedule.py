@@ -78,8 +78,8 @@ from mupscale.text_tables import notes_by_layer
 from mupscale.widening.hints import Hints, refuse_lazy
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
+from mupscale.widening.records import attach, check_own_count, names_by_id
 from mupscale.widening.state import RatesOf, StateSource
-from mupscale.widening.stepping import attach, check_own_count, names_by_id
 
 Swap = Any
 """An `UpscaleCallback`, whose file imports this one."""

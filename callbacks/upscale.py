@@ -22,7 +22,7 @@ from mupscale.models.checkpoint_files import files_of
 from mupscale.models.twin import SIZES, TwinSpec
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import How, refuse_unknown_depth
-from mupscale.widening.stepping import StateRule, check_state_rule
+from mupscale.widening.records import StateRule, check_state_rule
 
 
 class UpscaleCallback(Callback):

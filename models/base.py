@@ -43,8 +43,8 @@ from mupscale.models._lightning import (
 from mupscale.models.checkpoint import CHECKPOINT_KEY, Layers, Size, Width
 from mupscale.schedules import refuse_unless_relative
 from mupscale.widening.hints import refuse_lazy
+from mupscale.widening.records import attach
 from mupscale.widening.state import refuse_bad_levels
-from mupscale.widening.stepping import attach
 from mupscale.widening.write import carry_frozen_, carry_modes_, parameters_have_no_memory
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mupscale.data_files import META, METADATA, damage_in, data_in, interpreting
 from mupscale.errors import UserError, is_whole, refuse_unless_level, refuse_unless_whole, shown
 from mupscale.sharding import is_sharded, whole
-from mupscale.widening.stepping import Records, record_of, records_of, store_records
+from mupscale.widening.records import Records, record_of, records_of, store_records
 from mupscale.widening.write import first_non_finite
 
 Width = int | list[int]
@@ -343,7 +343,7 @@ def optimizer_names(module: nn.Module, optimizer: Optimizer, prefix: str = "") -
 
 
 def mixed_widths(net: nn.Module) -> dict[str, dict[str, Any]]:
-    """The records of parameters that one rate does not train (`widening/stepping.py`), as primitives."""
+    """The records of parameters that one rate does not train (`widening/records.py`), as primitives."""
     return {name: record.as_primitives() for name, record in records_of(net).items() if record.changes_steps}
 
 

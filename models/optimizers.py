@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from mupscale.methods.grow import UpscaleReport
 from mupscale.schedules import spread_schedule_
 from mupscale.widening.hints import some_names
+from mupscale.widening.records import names_by_id
 from mupscale.widening.state import OptimizerTransfer, StateSource
-from mupscale.widening.stepping import names_by_id
 
 Groups = list[dict[str, Any]]
 

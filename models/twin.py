@@ -35,7 +35,7 @@ from mupscale.models._lightning import (
 from mupscale.models.base import init_contexts
 from mupscale.models.checkpoint import is_size
 from mupscale.widening.layers import Depth
-from mupscale.widening.stepping import Records
+from mupscale.widening.records import Records
 from mupscale.widening.write import carry_frozen_, carry_modes_, parameters_on_meta
 
 _OF_TORCH = "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"

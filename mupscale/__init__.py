@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mupscale.base_shapes import apply_mup as apply_mup
     from mupscale.base_shapes import clip_grad_norm_ as clip_grad_norm_
     from mupscale.base_shapes import set_base_shapes as set_base_shapes
-    from mupscale.callbacks.plain import run_settings as run_settings
+    from mupscale.callbacks.run_defaults import run_settings as run_settings
     from mupscale.callbacks.upscale import UpscaleCallback as UpscaleCallback
     from mupscale.checks.verify import Verdict as Verdict
     from mupscale.checks.verify import check_claim as check_claim
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mupscale.widening.optimizers import register_optimizer as register_optimizer
     from mupscale.widening.plan import plan as plan
     from mupscale.widening.plan_text import Plan as Plan
-    from mupscale.widening.stepping import attach as attach
+    from mupscale.widening.records import attach as attach
 
     __version__: str
 
@@ -44,7 +44,7 @@ _HOME = {
     "UserError": "errors",
     "Verdict": "checks.verify",
     "apply_mup": "base_shapes",
-    "attach": "widening.stepping",
+    "attach": "widening.records",
     "check_claim": "checks.verify",
     "clip_grad_norm_": "base_shapes",
     "discover": "discovery.discover",
@@ -55,7 +55,7 @@ _HOME = {
     "verify": "checks.verify",
 }
 
-_IN_LIGHTNING = {"UpscaleCallback": "callbacks.upscale", "run_settings": "callbacks.plain"}
+_IN_LIGHTNING = {"UpscaleCallback": "callbacks.upscale", "run_settings": "callbacks.run_defaults"}
 """Names that load Lightning too."""
 
 _ROOMS = ("hf", "methods", "schedules")

@@ -17,8 +17,8 @@ from mupscale.widening import modules, table
 from mupscale.widening.hints import Hints, Pairing, Use, all_sides, match_hints, scale_of_sides
 from mupscale.widening.layers import BRANCH_MULTIPLIER, at_depth, spread
 from mupscale.widening.optimizers import Sized, groups_by_id, rule_of
+from mupscale.widening.records import Record, Records, names_by_id, records_of, store_records
 from mupscale.widening.state import SOURCE_GROUP, begin_state_, refuse_bad_levels, split_groups
-from mupscale.widening.stepping import Record, Records, names_by_id, records_of, store_records
 from mupscale.widening.table import Side
 
 Init = Literal["fan_in", "constant"]

@@ -16,7 +16,7 @@ import mupscale
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
-from mupscale.widening.stepping import records_of
+from mupscale.widening.records import records_of
 
 
 def gpt2(width: int, tied: bool = True) -> nn.Module:

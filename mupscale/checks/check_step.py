@@ -59,7 +59,7 @@ from mupscale.widening.layers import source_of
 from mupscale.widening.modules import caveat, dropout_of
 from mupscale.widening.optimizers import groups_by_id
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import attach
+from mupscale.widening.records import attach
 
 THE_MODEL = "(the model)"
 

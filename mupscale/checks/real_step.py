@@ -31,8 +31,8 @@ from mupscale.widening.growth import duplicate
 from mupscale.widening.layers import layer_at
 from mupscale.widening.optimizers import held_parameters, rule_of
 from mupscale.widening.plan_text import Plan
+from mupscale.widening.records import names_by_id
 from mupscale.widening.state import LEARNING_RATES
-from mupscale.widening.stepping import names_by_id
 from mupscale.widening.write import is_inexact
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from mupscale._torch import tree_leaves, tree_map
 from mupscale.errors import UserError, one_line, shown
-from mupscale.widening.stepping import restore_infshapes
+from mupscale.widening.records import restore_infshapes
 
 
 def leaves_of(values: Any, around: frozenset[int] = frozenset()) -> Iterator[Any]:

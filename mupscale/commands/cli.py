@@ -29,8 +29,8 @@ from mupscale.base_shapes import apply_mup
 from mupscale.callbacks.captured_steps import CapturedSteps
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
-from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.run_defaults import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.tensorboard import keep_tables, log_folders
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule, swaps_of
 from mupscale.commands import config as configuration

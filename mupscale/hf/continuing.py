@@ -19,7 +19,7 @@ from mupscale.widening.growth import matches
 from mupscale.widening.layers import at_depth
 from mupscale.widening.optimizers import OptimizerRule, Sized, rule_of
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import Record, Records, record_of, records_of, store_records, write_records
+from mupscale.widening.records import Record, Records, record_of, records_of, store_records, write_records
 from mupscale.widening.write import remember_widths
 
 FORMAT = "mupscale growth, version 1"

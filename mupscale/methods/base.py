@@ -22,8 +22,8 @@ from mupscale.widening.modules import normalises_width
 from mupscale.widening.optimizers import Sized, rule_of
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
+from mupscale.widening.records import StateRule, check_state_rule, names_by_id, new_copies
 from mupscale.widening.state import is_nonzero
-from mupscale.widening.stepping import StateRule, check_state_rule, names_by_id, new_copies
 from mupscale.widening.table import Scale, Side, product, scale_of_axis
 from mupscale.widening.write import is_inexact, widen_, widen_gradient_
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.stacking.around import Adjustment, adjustments, per_model, step_adjusted
+from mupscale.stacking.adjustments import Adjustment, adjustments, per_model, step_adjusted
 from mupscale.stacking.compiled import Compiled
 from mupscale.widening.optimizers import groups_by_id, rule_of
-from mupscale.widening.stepping import Record, step_records, update_factor
+from mupscale.widening.records import Record, step_records, update_factor
 
 Numbers = dict[str, Any]
 """Tensors, or flags, by name."""

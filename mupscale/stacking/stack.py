@@ -19,7 +19,7 @@ from mupscale._torch import step_hooks, tree_leaves, tree_map
 from mupscale.cuda_graph import StaticBatch, capturing
 from mupscale.errors import UserError
 from mupscale.methods.ligo import Called
-from mupscale.stacking.around import StackedClip
+from mupscale.stacking.adjustments import StackedClip
 from mupscale.stacking.compiled import Compiled
 from mupscale.stacking.dropout import StackedDropout
 from mupscale.stacking.optimizers import StackedOptimizer, stacked_kind, stacked_optimizer

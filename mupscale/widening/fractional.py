@@ -1,7 +1,7 @@
 """Axes that grow by a factor that is not a whole number: what is refused, without a forward pass to measure it.
 
 Units get unequal numbers of copies (`growth.evenly`), each read with 1 / copies, and the optimizer steps entry by entry
-in the units of the axis (`stepping.py`). So everything that treats units separately is exact: layers, activations,
+in the units of the axis (`records.py`). So everything that treats units separately is exact: layers, activations,
 norms over samples. Operations that sum or average over units without weights would count units by their copies: a norm
 over the width, the product of queries and keys inside a head.
 """

@@ -24,7 +24,7 @@ from mupscale.widening import modules
 from mupscale.widening.growth import LayoutSpec, Resized, Role, matches, role_of
 from mupscale.widening.layers import Depth
 from mupscale.widening.modules import WeightNorm, weight_norms, why_reparametrised
-from mupscale.widening.stepping import records_of
+from mupscale.widening.records import records_of
 from mupscale.widening.table import Scale, Side, product, scale_of_axis
 
 COMPILED = "_orig_mod"

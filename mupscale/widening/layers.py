@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mupscale._torch import parts_of, with_parts
 from mupscale.errors import UserError, shown
-from mupscale.widening.stepping import Record, Records, records_of
+from mupscale.widening.records import Record, Records, records_of
 
 How = Literal["identity", "interleave", "stack", "random"]
 Depth = How | Mapping[str, Sequence[int] | Sequence["Layer"]]

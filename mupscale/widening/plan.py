@@ -32,7 +32,7 @@ from mupscale.widening.hints import (
 from mupscale.widening.layers import BRANCH_MULTIPLIER, Layer, Layers, joined, layer_at
 from mupscale.widening.modules import rescale_of_gain
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import records_of
+from mupscale.widening.records import records_of
 from mupscale.widening.table import Side
 
 RESIDUAL_OUTPUTS = "residual_outputs"

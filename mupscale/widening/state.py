@@ -19,7 +19,7 @@ from mupscale.widening.growth import Growth, duplicate_
 from mupscale.widening.layers import layer_at
 from mupscale.widening.optimizers import Group, OptimizerRule, Scaling, Sized, groups_by_id, held_parameters, rule_of
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import (
+from mupscale.widening.records import (
     RECORD,
     Record,
     Rewarm,

@@ -26,7 +26,7 @@ from mupscale.widening import table
 from mupscale.widening.growth import Growth, copies_of_entries, duplicate_, source_index
 from mupscale.widening.optimizers import groups_by_id
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import Record, Records, names_by_id, records_of, restore_infshapes, store_records
+from mupscale.widening.records import Record, Records, names_by_id, records_of, restore_infshapes, store_records
 from mupscale.widening.table import Scale, Side
 
 

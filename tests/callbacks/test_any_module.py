@@ -26,7 +26,7 @@ from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.growth_schedule import GrowthSchedule
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
-from mupscale.widening.stepping import records_of
+from mupscale.widening.records import records_of
 
 GROWS_AT, BATCHES = 4, 14
 HIDDEN = {"hparams": {"hidden": 16}}

@@ -15,8 +15,8 @@ from tiny_modules import SCHEDULES, rows
 
 from mupscale.callbacks.captured_steps import CapturedSteps
 from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.plain import default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.run_defaults import default_callbacks
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP

@@ -26,12 +26,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from training_runs import BeforeStep, quiet_trainer
 
 import mupscale
-from mupscale.callbacks import plain
+from mupscale.callbacks import run_defaults
 from mupscale.callbacks.captured_steps import CapturedSteps, refuse_capture
 from mupscale.callbacks.curves import Curves, RateMonitor
 from mupscale.callbacks.exact_resume import ExactResume
-from mupscale.callbacks.plain import GrowthProgressBar, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.run_defaults import GrowthProgressBar, default_callbacks
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import batch_kind, step_kind
@@ -259,7 +259,7 @@ def run_by_default(
     settings = {"enable_progress_bar": True} | settings
     loader = settings.pop("loader", None)
     calls: Counter[str] = Counter()
-    monkeypatch.setattr(plain.time, "monotonic", lambda: 100.0)  # the bar is drawn by the clock
+    monkeypatch.setattr(run_defaults.time, "monotonic", lambda: 100.0)  # the bar is drawn by the clock
     with monkeypatch.context() as patch:
         for kind in (Curves, RunCheckpoint, GrowthProgressBar):
 

@@ -20,7 +20,7 @@ from tiers import slow_except
 from mupscale.__main__ import main
 from mupscale.callbacks import growth_schedule
 from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.plain import Summary
+from mupscale.callbacks.run_defaults import Summary
 from mupscale.commands import cli
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.datamodules.covertype import Covertype

@@ -26,7 +26,7 @@ from mupscale.models.checkpoint import (
     refuse_other_architecture,
     restore_mixed_widths,
 )
-from mupscale.widening.stepping import records_of
+from mupscale.widening.records import records_of
 
 
 def built(module: Growable) -> Growable:

@@ -15,7 +15,7 @@ from mupscale.errors import UserError
 from mupscale.models.base import Growable
 from mupscale.models.mlp import MLP
 from mupscale.stacking.stack import Stack
-from mupscale.widening.stepping import step_records
+from mupscale.widening.records import step_records
 
 
 def own_loss(module: Growable, batch: Any) -> Tensor:

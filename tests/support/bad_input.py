@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 import mupscale
-from mupscale.widening.stepping import records_of
+from mupscale.widening.records import records_of
 
 Input = tuple[nn.Module, nn.Module, dict[str, Any]]
 """The narrow model, the wide one, and the further arguments of `upscale`."""

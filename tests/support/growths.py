@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mupscale
-from mupscale.widening.stepping import records_of
+from mupscale.widening.records import records_of
 
 CLIP = 0.05
 """Below the norm of the gradients when these runs begin."""

@@ -22,7 +22,7 @@ from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
 from mupscale.widening.growth import copies_of_entries, copy_index, duplicate, evenly, parse_layout, source_index
-from mupscale.widening.stepping import records_of
+from mupscale.widening.records import records_of
 from mupscale.widening.write import widen_
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

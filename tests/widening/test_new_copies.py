@@ -18,7 +18,7 @@ import mupscale
 from mupscale.errors import UserError
 from mupscale.methods import Duplication
 from mupscale.widening.growth import copy_index, source_index
-from mupscale.widening.stepping import new_copies
+from mupscale.widening.records import new_copies
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.widening.stepping import attach, records_of
+from mupscale.widening.records import attach, records_of
 
 VOCABULARY = 11
 
@@ -120,7 +120,7 @@ def test_units_are_exact_over_two_upscales_and_a_resume(kind: type, optimizer_na
 
 
 def test_an_affine_unit_under_decay_needs_its_hooks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.stepping._work_of", lambda _: [])
+    monkeypatch.setattr("mupscale.widening.records._work_of", lambda _: [])
     for make_optimizer in OPTIMIZERS.values():
         assert grown(Gemma, make_optimizer, (8, 16)).drift() > 1e-6
 

@@ -40,7 +40,7 @@ from mupscale.models.checkpoint import RUN_KEY
 from mupscale.models.sharded import damage_at
 from mupscale.models.stacked import StackedModule, TrialGrowth, loss_of, optimizer_and_schedule, trial_checkpoint
 from mupscale.stacking.stack import bytes_per_model
-from mupscale.widening.stepping import step_records
+from mupscale.widening.records import step_records
 
 SHARE = 0.9
 """The share of the free memory that a stack may use."""

@@ -20,7 +20,7 @@ from run_ends import differences
 from torch.utils.data import DataLoader, TensorDataset
 
 from mupscale import AdditiveNoise
-from mupscale.callbacks.plain import run_settings
+from mupscale.callbacks.run_defaults import run_settings
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import load_checkpoint

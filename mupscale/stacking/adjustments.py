@@ -1,4 +1,4 @@
-"""What a stack does around the update of a weight, as `mupscale.widening.stepping` does around a single optimizer's:
+"""What a stack does around the update of a weight, as `mupscale.widening.records` does around a single optimizer's:
 it clips gradients, shows the step some weights in other units, and scales the updates of new copies, which have their
 own step count.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.widening import table
-from mupscale.widening.stepping import Record, records_of
+from mupscale.widening.records import Record, records_of
 from mupscale.widening.table import Side
 
 Adjustment = dict[str, Tensor]

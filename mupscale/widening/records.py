@@ -180,7 +180,7 @@ zero. `reset_new_copies` keeps it for the first copy of every unit and sets it t
 rate may be warmed up again."""
 
 RECORD = "mupscale"
-"""Key of a parameter group: the records of its parameters (`stepping.py`)."""
+"""Key of a parameter group: the records of its parameters (`records.py`)."""
 
 _WORK = "_mupscale_work"
 """Attribute of an optimizer: what its steps need, made from the records of its groups; and what a step has kept."""

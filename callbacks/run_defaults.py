@@ -53,7 +53,7 @@ def run_settings(
         trainer: Further arguments of the `Trainer`, such as `logger` and `callbacks`, which take precedence.
 
     Examples:
-        from mupscale.callbacks.plain import run_settings
+        from mupscale.callbacks.run_defaults import run_settings
         trainer = Trainer(max_steps=600, **run_settings("runs/mine", UpscaleCallback(300, hparams={"hidden": 512})))
         trainer.fit(module, data, ckpt_path="last")
     """
