@@ -53,9 +53,9 @@ class ResidentLoader:
 
     `batch_at` gives any batch by its epoch and position, and leaves the loader where it is; `go_to` goes there.
 
-    A subclass that makes batches differently overrides `_batch`, `_augmentation_draws` if it needs random numbers for them, and
-    `_made_of` if its batches depend on more than the tensors. It sets `_rows_stand_alone` if `_batch` makes each row of
-    a batch by itself.
+    A subclass that makes batches differently overrides `_batch`, `_augmentation_draws` if it needs random numbers for
+    them, and `_made_of` if its batches depend on more than the tensors. It sets `_rows_stand_alone` if `_batch` makes
+    each row of a batch by itself.
     """
 
     batch_sampler = None  # Lightning reads it from whatever has a `sampler`

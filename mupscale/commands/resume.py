@@ -44,7 +44,7 @@ def main(command: str, arguments: list[str]) -> None:
     print(f"resuming from {path}", flush=True)
 
     with without_collections():  # Lightning takes seconds to load; mistakes are reported before
-        from mupscale.commands.cli import parsed
+        from mupscale.commands.cli import run_cli
 
     run_cli(["--config", str(config), *overrides, "--ckpt_path", str(path)], "fit", folder=options.run)
 

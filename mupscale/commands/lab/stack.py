@@ -58,7 +58,7 @@ class NotStackable(UserError):
 
 
 def train_stack(runs: Sequence[Run], folder: Path, size: int | str) -> dict[Path, Result]:
-    """Trains runs as one program, or goes on with that; returns their results. Raises NotStackable if they do not stack.
+    """Trains runs as one program, or goes on with that, and returns their results; or raises NotStackable.
 
     Of `auto`, or of a number, as many runs are taken as there is room for; the others have no result.
     """
