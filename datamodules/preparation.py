@@ -295,8 +295,6 @@ def refuse_other(folder: Path, recorded: dict[str, Any], asked: dict[str, Any]) 
 def lock_folder(folder: Path) -> Iterator[None]:
     """Makes and locks the folder of a preparation; one that was made here and stays empty is removed at the end."""
     refuse_links(folder, LOCK, TOKENIZER, *SPLITS)
-    for split in SPLITS:
-        refuse_links(folder / split, *(path.name for path in (folder / split).glob("*")))
     made = [path for path in (folder, *folder.parents) if not path.exists() or (path / PROGRESS).exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 import importlib
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,9 +50,6 @@ def module_of(checkpoint: dict[str, Any], model: str | None = None) -> Growable:
         if kind.__name__ != class_path.rpartition(".")[2]:
             raise UserError(f"--model {model}: the checkpoint is of another class, {class_path}")
     settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if not str(key).startswith("_")}
-    for key, value in settings.items():
-        if not _is_data(value):
-            raise UserError(f"the checkpoint has hyper_parameters.{key} of type {type(value).__name__}, wanted data")
     with prefix_errors(f"the checkpoint's hyper_parameters do not fit {kind.__name__}", *MAKING_ERRORS):
         module = kind(**settings | {"init_from": None})
         module.network(*module.size, meta=True)
@@ -93,15 +89,6 @@ def _imported_model(model: str) -> type[Growable]:
     if not isinstance(kind, type) or not issubclass(kind, Growable) or is_abstract(kind):
         raise UserError(f"--model {model} is not a model: wanted a subclass of mupscale.models.base.Growable")
     return kind
-
-
-def _is_data(value: Any) -> bool:
-    """Whether a constructor argument is a number, a text, a tensor, or a collection of these."""
-    if isinstance(value, dict):
-        return all(_is_data(item) for pair in value.items() for item in pair)
-    if isinstance(value, list | tuple | set):
-        return all(_is_data(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype)
 
 
 def saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], class_path: str) -> Optimizer:

@@ -149,15 +149,3 @@ def test_the_user_must_name_the_class_of_the_checkpoint(model: str, reason: str,
     assert f"--model {model}" in message
     assert reason in message
     assert_untouched()
-
-
-def test_constructor_arguments_must_be_data(changed):
-    """A class that torch was asked to load, as a program may have done before."""
-
-    def by(checkpoint: dict[str, Any]) -> None:
-        checkpoint["hyper_parameters"]["hidden_layers"] = Path("marker")
-
-    with torch.serialization.safe_globals([type(Path()), getattr]):
-        message = refused("upscale", changed(by), *WIDEN)
-    assert "hyper_parameters.hidden_layers of type PosixPath, wanted data" in message
-    assert_untouched()
