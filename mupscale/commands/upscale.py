@@ -122,7 +122,7 @@ def widen_folder(arguments: list[str]) -> None:
             show(str(report))
             if remakes:
                 show(str(_remake(target, options, hf.read_growth(target))))
-            has_new = bool(report.plan.new_parameters)
+            has_new = report.plan is not None and bool(report.plan.new_parameters)
     else:
         show(str(_remake(options.folder, options, None)))
         has_new = False

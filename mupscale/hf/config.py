@@ -77,6 +77,8 @@ _REFUSED = (
 )
 _SIZE = r".*(size|dim|width|channel|unit|head|feature|embd|emb|hidden|inner)s?|(.*_)?d_[a-z]+"
 _FEED_FORWARD_BESIDE = {"hidden_dim": "dim"}  # DistilBERT's names for the feed-forward and the hidden size
+_PROJECTED_TO_TEXT = {"image_token_id", "image_token_index", "vision_use_head"}
+"""Beside one of these, `projection_dim` is the width of the text: PaliGemma's."""
 
 
 _TABLE: dict[Kind, re.Pattern[str]] = {
@@ -101,6 +103,8 @@ def kind_of(name: str, value: Any, beside: Any = ()) -> Kind:
         return "width" if isinstance(value, list | tuple) and _MULTIPLIER not in beside else "kept"
     if _FEED_FORWARD_BESIDE.get(name) in beside:
         return "feed_forward"
+    if name == "projection_dim" and not _PROJECTED_TO_TEXT.isdisjoint(beside):
+        return "width"
     for kind, pattern in _TABLE.items():
         if pattern.fullmatch(name):
             return kind

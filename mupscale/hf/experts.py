@@ -318,6 +318,8 @@ class _Copies(MixtureGrowth):
         return Recipe(name, tuple(runs), Scale(1, 1 / m, m))
 
     def _parts(self, name: str, old: Tensor) -> Recipe:
+        if old.ndim != 3 or not name.endswith(("up_proj", "down_proj")):
+            raise UserError(f"split: how {name!r}, {tuple(old.shape)}, is cut with its expert is not known")
         m, (experts, rows, columns) = self.times, old.shape
         runs: list[EntryRun] = []
         for expert, part in product(range(experts), range(m)):
@@ -325,13 +327,11 @@ class _Copies(MixtureGrowth):
             if name.endswith("down_proj"):  # the parts of an expert have a share of its weight each
                 length = columns // m
                 runs.append(EntryRun(name, length, start + part * length, rows, columns, factor=m))
-            elif name.endswith("up_proj"):
+            else:
                 halves = 2 if name.endswith("gate_up_proj") else 1
                 length = rows // halves // m * columns
                 starts = [start + (half * m + part) * length for half in range(halves)]
                 runs += [EntryRun(name, length, each) for each in starts]
-            else:
-                raise UserError(f"split: how {name!r} is cut with its expert is not known")
         return Recipe(name, tuple(runs), Scale(m, 1 / m, 1) if name.endswith("down_proj") else NOTHING)
 
 

@@ -23,7 +23,7 @@ from mupscale.discovery.passes import PairedCut
 from mupscale.errors import UserError, one_line, prefix_errors
 from mupscale.hf.config import fields_of, parts, wide_config
 from mupscale.hf.config_shrunken import shrunken
-from mupscale.hf.forward_pass import Call, default_call, difference, quiet, whole_rows
+from mupscale.hf.forward_pass import Call, choose_experts, default_call, difference, quiet, whole_rows
 from mupscale.methods.grow import grow
 from mupscale.text_tables import Watch, unwatched
 from mupscale.widening.plan import plan
@@ -140,11 +140,9 @@ class Family:
 
 
 def _cuts_of(narrow: Any, wide: Any, call: Call) -> list[PairedCut]:
-    """Where two models cut their axes; experts run without a look at which tokens they get, or with grouped kernels."""
+    """Where two models cut their axes; experts run without a look at which tokens they get."""
     for model in (narrow, wide):
-        set_experts: Any = getattr(model, "set_experts_implementation", None)
-        if callable(set_experts):
-            set_experts("batched_mm")
+        choose_experts(model, "batched_mm")
     return cuts_between(narrow, wide, call)
 
 

@@ -71,7 +71,16 @@ def load_in_float32(model_class: "type[PreTrainedModel]", folder: Path) -> "PreT
     """A model of a folder, to be compared with another one."""
     options: dict[str, Any] = {"use_safetensors": True, "attn_implementation": "eager"}
     with quiet():
-        return model_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options).eval()
+        model = model_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options).eval()
+    choose_experts(model, "eager")
+    return model
+
+
+def choose_experts(model: Any, implementation: str) -> None:
+    """Chooses how experts run, if the model has any: the default, grouped, takes neither all sizes nor all dtypes."""
+    choose: Any = getattr(model, "set_experts_implementation", None)
+    if callable(choose):
+        choose(implementation)
 
 
 def logits_of(output: Any) -> Any:

@@ -91,7 +91,8 @@ class _Draw:
 
     def text(self) -> Tensor | None:
         """Tokens that mean nothing but themselves; None if the model reads no text."""
-        vocabulary = field(self.config, "vocab_size")
+        sizes = [getattr(part, "vocab_size", None) for _, part in parts(self.config)]
+        vocabulary = min((size for size in sizes if isinstance(size, int)), default=None)  # sounds may have their own
         if vocabulary is None:
             return None
         lowest = min(3, vocabulary - 1)  # the first ones often mean padding or an end

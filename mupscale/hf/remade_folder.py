@@ -4,7 +4,6 @@ import math
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,26 +21,12 @@ from mupscale.hf.forward_pass import largest_difference, load_in_float32
 from mupscale.hf.names import made_tensors, stored_runs, with_aliases
 from mupscale.hf.recipes import EntryRun, Recipes, Runs, copy_of, named_tensors, resolve
 from mupscale.hf.vocabulary import NewRows, VocabularyGrowth, known_tokens, pieces_of
-from mupscale.hf.widened_folder import FolderWriter, left_behind, new_folder, read_run, too_large, write_folder
+from mupscale.hf.widened_folder import FolderReport, FolderWriter, left_behind, read_run, too_large, written_folder
 from mupscale.methods import Duplication
 from mupscale.widening.optimizers import Sized
 
 SAME = 1e-4
 """By how much outputs of a folder in float32 may differ; in half precision a new router's sum is rounded."""
-
-
-@dataclass(frozen=True)
-class RemadeFolder:
-    """What `remake_folder` wrote, and what it checked."""
-
-    out: Path
-    checks: tuple[str, ...]
-    notes: tuple[str, ...]
-    seconds: float
-
-    def __str__(self) -> str:
-        lines = [f"made in {self.seconds:.1f} s", *(f"checked: {check}" for check in self.checks)]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def remake_folder(
@@ -60,7 +45,7 @@ def remake_folder(
     new_rows: NewRows = "rare",
     seed: int = 0,
     earlier: Mapping[str, Any] | None = None,
-) -> RemadeFolder:
+) -> FolderReport:
     """Writes a folder with more experts, a larger vocabulary, or both. `out` is there whole, or not at all.
 
     The arguments are those of `add_experts` and `extend_vocabulary`. `tokenizer` is a folder with the new tokenizer,
@@ -97,8 +82,7 @@ def remake_folder(
         model, runs = wide, _made_of(recipes, runs, wide)
     model.config.architectures = [type(model).__name__]
     writer = FolderWriter(dict(made_tensors(runs, dtypes, model)), Duplication())
-    with new_folder(narrow, out) as new:
-        write_folder(new, narrow, model.config, writer, _record(model, recipes, earlier))
+    with written_folder(narrow, out, model.config, writer, _record(model, recipes, earlier)) as new:
         for path in sorted(Path(tokenizer).iterdir()) if tokenizer is not None else ():
             is_of_tokens = "token" in path.name or path.name in {"vocab.json", "merges.txt", "vocab.txt"}
             is_read = path.is_file() and path.suffix in (".json", ".txt", ".jinja")
@@ -107,7 +91,8 @@ def remake_folder(
         reason = too_large(narrow, writer)
         compared = _compare(narrow, new, type(model), larger) if reason is None else f"were not compared: {reason}"
         checks.append(f"outputs of both folders {compared}")
-    return RemadeFolder(out, tuple(checks), tuple(left_behind(narrow, unused)), time.perf_counter() - start)
+    seconds, notes = time.perf_counter() - start, tuple(left_behind(narrow, unused))
+    return FolderReport(out, narrow.size, writer.size, seconds, tuple(checks), notes)
 
 
 def _read_rows(runs: Runs, tables: Mapping[str, Tensor], name: str, first: int, last: int) -> Tensor:
@@ -133,7 +118,7 @@ def _compare(narrow: ModelFolder, new: Path, wide_class: type[PreTrainedModel], 
     if isinstance(found, str):
         return found
     precisions = {tensor.dtype for tensor in narrow.tensors.values() if tensor.dtype.is_floating_point}
-    if not found <= max(SAME, *(16 * torch.finfo(each).eps for each in precisions - {torch.float32})):
+    if not found <= max([SAME, *(16 * torch.finfo(each).eps for each in precisions - {torch.float32})]):
         raise UserError(f"outputs of the new folder differ by {found:.1e}; nothing was written")
     return f"differ by {found:.1e} in float32"
 

@@ -114,6 +114,11 @@ class FolderWriter:
     checksums: dict[str, int] = field(default_factory=dict)
     """CRC-32 of the tensors that were made at once."""
 
+    @property
+    def size(self) -> int:
+        """The bytes of all tensors."""
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
+
     def write(self, files: Sequence[NewFile], progress: Progress) -> None:
         """Writes the wide files, and reads each one again while the next one is written. All are on disk at the end.
 
@@ -259,18 +264,19 @@ BYTES = "bytes written and checked"
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What `upscale_folder` wrote, and what it checked."""
+    """What was written into a folder, and what was checked."""
 
     out: Path
-    plan: Plan
-    noise: Constants
-    centred: bool
     narrow_bytes: int
     wide_bytes: int
     seconds: float
     checks: tuple[str, ...]
     """What was compared, and what was not."""
     notes: tuple[str, ...]
+    plan: Plan | None = None
+    """Of a wider or deeper folder; None of one with more experts or tokens."""
+    noise: Constants = field(default_factory=dict)
+    centred: bool = False
 
     def save_noise(self, path: str | Path) -> None:
         """Writes the noise constants to a JSON file that `RecordedNoise` reads."""
@@ -289,11 +295,9 @@ class _Job:
     folder: ModelFolder
     config: PretrainedConfig
     plan: Plan
-    unused: list[str]
-    untested: tuple[str, ...]
     writer: FolderWriter
     record: dict[str, Any]
-    notes: list[str]
+    notes: tuple[str, ...]
 
 
 def upscale_folder(
@@ -327,62 +331,49 @@ def upscale_folder(
     method = Duplication() if method is None else method
     family = Family(narrow.model_class, call, watch)
     job = _prepared(narrow, family, factor, layers, depth, sizes, method, noise, seed, unchecked)
-    with new_folder(narrow, out) as new:
-        total = write_folder(new, narrow, job.config, job.writer, job.record, watch)
+    with written_folder(narrow, out, job.config, job.writer, job.record, watch) as new:
         checks = _checked_text(job), _check_outputs(new, job, call)
-    notes = [*job.notes, *left_behind(narrow, job.unused)]
-    notes += [f"untested, because what the model returns does not depend on it: {name}" for name in job.untested]
     constants = {name: job.writer.constants.get(name, 0.0) for name in job.plan.parameters}
     centred = job.writer.noise is not None and job.writer.noise.centred
     seconds = time.perf_counter() - start
-    return FolderReport(
-        out, job.plan, constants, centred, narrow.size, total, seconds, checks, (*notes, *job.plan.notes)
-    )
+    return FolderReport(out, narrow.size, job.writer.size, seconds, checks, job.notes, job.plan, constants, centred)
 
 
 @contextmanager
-def new_folder(narrow: ModelFolder, out: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` at the end, or is deleted."""
-    if out.exists() or out.is_symlink():
-        raise UserError(f"--out {out} exists; name another folder, or delete it")
-    if out.resolve().is_relative_to(narrow.path.resolve()):
-        raise UserError(f"--out {out} lies inside the folder that is read; name another one")
-    with whole_folder(out) as new:
-        yield new
-
-
-def write_folder(
-    new: Path,
+def written_folder(
     narrow: ModelFolder,
+    out: Path,
     config: PretrainedConfig,
     writer: FolderWriter,
     record: dict[str, Any],
     watch: Watch = unwatched,
-) -> int:
-    """Writes and checks the weights, and what travels with them. Returns the bytes of the weights."""
-    rows = [(name, each.dtype, each.shape) for name, each in writer.tensors.items()]
-    files = split_into_files(new, rows, MOST_SHARD_BYTES)
-    total = sum(tensor.size for file in files for tensor in file.tensors)
-    needed = sum(file.size for file in files) + SPARE_BYTES + len(written(record))
-    needed += sum(path.stat().st_size for path in narrow.companions())
-    left = shutil.disk_usage(new.parent).free
-    if needed > left:
-        raise UserError(
-            f"--out {new.parent}: the wide model needs {needed / 1e9:.1f} GB, and the disk has {left / 1e9:.1f} GB "
-            "left. Make space, or name a folder on another disk"
-        )
-    writer.write(files, _counted(watch, BYTES, 2 * total))
-    if len(files) > 1:
-        (new / INDEX_FILE).write_text(index_text(files), "utf-8")
-    for path in narrow.companions():
-        shutil.copyfile(path, new / path.name)  # the content alone: nothing there can be executed
-    for folder in narrow.subfolders()[0]:
-        shutil.copytree(folder, new / folder.name, copy_function=shutil.copyfile)
-    _write_pooling(new, narrow.config, config)
-    noise = {name: value for name, value in writer.constants.items() if value != 0.0}
-    (new / GROWTH_FILE).write_text(written({**record, "noise": noise}), "utf-8")
-    _write_config(new, narrow, config)
-    return total
+) -> Iterator[Path]:
+    """Yields a folder with checked weights and what travels with them; it becomes `out` at the end, or is deleted."""
+    if out.resolve().is_relative_to(narrow.path.resolve()):
+        raise UserError(f"--out {out} lies inside the folder that is read; name another one")
+    with whole_folder(out) as new:
+        rows = [(name, each.dtype, each.shape) for name, each in writer.tensors.items()]
+        files = split_into_files(new, rows, MOST_SHARD_BYTES)
+        needed = sum(file.size for file in files) + SPARE_BYTES + len(written(record))
+        needed += sum(path.stat().st_size for path in narrow.companions())
+        left = shutil.disk_usage(new.parent).free
+        if needed > left:
+            raise UserError(
+                f"--out {new.parent}: the wide model needs {needed / 1e9:.1f} GB, and the disk has {left / 1e9:.1f} GB "
+                "left. Make space, or name a folder on another disk"
+            )
+        writer.write(files, _counted(watch, BYTES, 2 * writer.size))
+        if len(files) > 1:
+            (new / INDEX_FILE).write_text(index_text(files), "utf-8")
+        for path in narrow.companions():
+            shutil.copyfile(path, new / path.name)  # the content alone: nothing there can be executed
+        for folder in narrow.subfolders()[0]:
+            shutil.copytree(folder, new / folder.name, copy_function=shutil.copyfile)
+        _write_pooling(new, narrow.config, config)
+        noise = {name: value for name, value in writer.constants.items() if value != 0.0}
+        (new / GROWTH_FILE).write_text(written({**record, "noise": noise}), "utf-8")
+        _write_config(new, narrow, config)
+        yield new
 
 
 def left_behind(narrow: ModelFolder, unused: Sequence[str]) -> list[str]:
@@ -437,6 +428,7 @@ def _prepared(
     chosen, notes = method.choose_noise(noise, plan, narrow)
     growing, unused = growing_tensors(folder.tensors, plan, narrow, wide)
     refuse_unlike_twins(growing)
+    config.architectures = [folder.model_class.__name__]  # which the folder may not name
     by_field = {each.field: {"depth": each.how, "sources": list(each.sources)} for each in deepenings}
     growth = {"factor": factor, **sizes, "layers": by_field}
     settings = {"growth": growth, "method": type(method).__name__, "seed": seed}
@@ -444,7 +436,9 @@ def _prepared(
     writer = FolderWriter({tensor.name: tensor for tensor in growing}, method, chosen, seed)
     if chosen is None and not notes and method.leaves_copies_equal(plan):
         notes = [NO_NOISE]
-    return _Job(folder, config, plan, unused, untested, writer, record, notes)
+    notes += left_behind(folder, unused)
+    notes += [f"untested, because what the model returns does not depend on it: {name}" for name in untested]
+    return _Job(folder, config, plan, writer, record, (*notes, *plan.notes))
 
 
 def _refuse_method(method: GrowthMethod) -> None:

@@ -146,6 +146,14 @@ def test_kinds_of_fields(name, value, kind):
     assert kind_of(name, value) == kind
 
 
+def test_what_images_are_projected_to_is_the_width_of_the_text_in_paligemma():
+    both = (
+        kind_of("projection_dim", 8, ["text_config", "image_token_index"]),
+        kind_of("projection_dim", 8, ["text_config"]),
+    )
+    assert both == ("width", "kept"), "CLIP has a space of its own"
+
+
 @pytest.mark.slow
 def test_every_causal_family_of_transformers_is_decided():
     """A field of a new family that no pattern knows is a gap in the table."""

@@ -117,6 +117,7 @@ def test_a_tied_model_without_architectures_grows_with_its_head(tmp_path: Path) 
     assert read_folder(narrow).model_class is hf.LlamaForCausalLM
     wide = upscale(narrow)
     torch.testing.assert_close(logits(load(wide)), logits(load(narrow)), rtol=0, atol=1e-6)
+    assert json.loads((wide / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     base = save(load(narrow).model, tmp_path / "base")
     settings = json.loads((base / "config.json").read_text())
     del settings["architectures"]
@@ -147,6 +148,18 @@ def test_an_image_or_a_sound_is_among_the_inputs(family: str) -> None:
     with torch.no_grad():
         before, after = (model(**{**inputs, seen: inputs[seen] * factor}).logits for factor in (1, -1))
     assert not torch.allclose(before, after, atol=1e-5)
+
+
+def test_tokens_are_of_the_smallest_vocabulary() -> None:
+    """That of the sounds of Voxtral may be larger than that of its text."""
+    config = hf.VoxtralConfig(
+        text_config={**SIZES, "num_key_value_heads": 4},
+        audio_config={**SIZES, "vocab_size": 999, "intermediate_size": 128, "max_source_positions": 8},
+        audio_token_id=39,
+    )
+    inputs = arguments_of(hf.VoxtralForConditionalGeneration(config))
+    assert "input_features" in inputs
+    assert int(inputs["input_ids"].max()) == 39
 
 
 def test_what_no_output_depends_on_is_refused_or_said_to_be_untested(

@@ -1,17 +1,15 @@
 """Families that read images or sounds beside text, with the sizes of a release: what a folder of them becomes."""
 
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
-from zoo_trial import Outcome
+from zoo_trial import Outcome, outcome_of
 
 import mupscale.hf
-from mupscale.errors import UserError
 from mupscale.hf.config_shrunken import shrunken
 from mupscale.hf.forward_pass import default_call, quiet
 
@@ -86,25 +84,20 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any]]] = {
 
 def images_trial(name: str, factor: float = 2) -> Outcome:
     """Grows a folder of a small model of the family, and compares both, loaded in float64, on an image and text."""
-    start = time.perf_counter()
+    return outcome_of(name, lambda: (0.0, _largest_difference(name, factor)), 0.0, 1e-6, as_shipped=True)
+
+
+def _largest_difference(name: str, factor: float) -> float:
     prefix, config = FAMILIES[name]
     model_class = getattr(hf, f"{prefix}ForConditionalGeneration")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         narrow, wide = Path(folder) / "narrow", Path(folder) / "wide"
-        try:
-            with quiet():
-                _drawn(model_class, shrunken(config())).save_pretrained(narrow)
-            mupscale.hf.upscale_folder(narrow, factor, wide)
-            before, after = (_logits(model_class, each) for each in (narrow, wide))
-        except UserError as refusal:
-            return Outcome(name, "refused", reason=str(refusal), seconds=time.perf_counter() - start)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-            return Outcome(name, "BROKEN", reason=reason, seconds=time.perf_counter() - start)
-    difference = float((after - before).abs().max() / before.abs().max())
-    verdict = "exact" if difference <= 1e-6 else "WRONG"
-    return Outcome(name, verdict, 0.0, difference, seconds=time.perf_counter() - start)
+        with quiet():
+            _drawn(model_class, shrunken(config())).save_pretrained(narrow)
+        mupscale.hf.upscale_folder(narrow, factor, wide)
+        before, after = (_logits(model_class, each) for each in (narrow, wide))
+    return float((after - before).abs().max() / before.abs().max())
 
 
 def _drawn(model_class: Any, config: Any) -> Any:

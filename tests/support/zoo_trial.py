@@ -2,9 +2,10 @@
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +33,31 @@ class Outcome:
     """The largest difference of the logits after saving and loading, relative."""
     reason: str = ""
     seconds: float = 0.0
-    finding: float = 0.0
-    """Seconds of the finding alone."""
 
     def __str__(self) -> str:
         text = f"{self.verdict:8}{self.name:26}"
         if self.verdict in ("exact", "WRONG"):
             text += f"drift {self.drift:.1e}  reload {self.reload:.1e}"
-        text += f"  {self.seconds:.1f} s, finding {self.finding:.1f} s"
-        return text + (f"  {self.reason}" if self.reason else "")
+        return text + f"  {self.seconds:.1f} s" + (f"  {self.reason}" if self.reason else "")
+
+
+def outcome_of(
+    name: str, run: Callable[[], tuple[float, float]], drift: float, reload: float, *, as_shipped: bool = False
+) -> Outcome:
+    """Runs a trial that returns drift and reload, which may be as large as given here.
+
+    All is computed in float64; what a model casts to float32 inside stays float64 too, unless `as_shipped`.
+    """
+    start = time.perf_counter()
+    try:
+        with nullcontext() if as_shipped else Precision():
+            found = run()
+        verdict, reason = "exact" if found[0] <= drift and found[1] <= reload else "WRONG", ""
+    except Exception as error:
+        is_refusal, found = isinstance(error, UserError), (float("nan"), float("nan"))
+        verdict, kind = ("refused", "") if is_refusal else ("BROKEN", f"{type(error).__name__}: ")
+        reason = kind + str(error).replace("\n", " ")
+    return Outcome(name, verdict, *found, reason, time.perf_counter() - start)
 
 
 def perturb_(model: nn.Module, entry: Entry, seed: int = 5) -> None:
@@ -89,26 +106,9 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def trial(entry: Entry, factor: float = 2, *, as_shipped: bool = False) -> Outcome:
-    """Widens the entry's model after a few steps of AdamW and compares the twelve steps after it, then its reload.
-
-    All is computed in float64; what a model casts to float32 inside stays float64 too, unless `as_shipped`.
-    """
-    start = time.perf_counter()
-    seconds = [0.0]
-    try:
-        with nullcontext() if as_shipped else Precision():
-            drift, reload = _run(entry, factor, seconds)
-    except UserError as refusal:
-        took = time.perf_counter() - start
-        return Outcome(entry.name, "refused", reason=str(refusal).replace("\n", " "), seconds=took, finding=seconds[0])
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-        took = time.perf_counter() - start
-        return Outcome(entry.name, "BROKEN", reason=reason, seconds=took, finding=seconds[0])
-    limit = AS_SHIPPED if as_shipped else EXACT
-    right = drift <= limit and reload <= (1e-4 if as_shipped else 1e-9)
-    took = time.perf_counter() - start
-    return Outcome(entry.name, "exact" if right else "WRONG", drift, reload, seconds=took, finding=seconds[0])
+    """Widens the entry's model after a few steps of AdamW and compares the twelve steps after it, then its reload."""
+    limits = (AS_SHIPPED, 1e-4) if as_shipped else (EXACT, 1e-9)
+    return outcome_of(entry.name, lambda: _run(entry, factor), *limits, as_shipped=as_shipped)
 
 
 def built(entry: Entry, factor: float, seed: int) -> nn.Module:
@@ -118,14 +118,10 @@ def built(entry: Entry, factor: float, seed: int) -> nn.Module:
     return model
 
 
-def _run(entry: Entry, factor: float, seconds: list[float]) -> tuple[float, float]:
+def _run(entry: Entry, factor: float) -> tuple[float, float]:
     narrow, wide = built(entry, 1, 0), built(entry, factor, 1)
     perturb_(narrow, entry)
-    start = time.perf_counter()
-    try:
-        found = mupscale.discover(narrow, wide, entry.call)
-    finally:
-        seconds[0] = time.perf_counter() - start
+    found = mupscale.discover(narrow, wide, entry.call)
     trained = [parameter for parameter in narrow.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1)
     for seed in range(WARM_UP):
@@ -157,16 +153,8 @@ def depth_trials(entry: Entry) -> Iterator[Outcome]:
         yield Outcome(entry.name, "refused", reason=str(refusal))
         return
     for field in fields:
-        name, start = f"{entry.name} {field}", time.perf_counter()
-        try:
-            with Precision():
-                drift, reload = _deepen(entry, {field: 2 * numbers[field]})
-            verdict = "exact" if max(drift, reload) <= 1e-9 else "WRONG"
-            yield Outcome(name, verdict, drift, reload, seconds=time.perf_counter() - start)
-        except UserError as refusal:
-            yield Outcome(name, "refused", reason=str(refusal).replace("\n", " "))
-        except Exception as error:
-            yield Outcome(name, "BROKEN", reason=f"{type(error).__name__}: {error}".replace("\n", " "))
+        deepen = partial(_deepen, entry, {field: 2 * numbers[field]})
+        yield outcome_of(f"{entry.name} {field}", deepen, 1e-9, 1e-9)
 
 
 def _deepen(entry: Entry, layers: dict[str, int]) -> tuple[float, float]:
