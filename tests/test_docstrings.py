@@ -1,6 +1,8 @@
 """The examples in docstrings run as they are printed, and every public name has one."""
 
 import doctest
+import pydoc
+import re
 from collections.abc import Iterable
 from importlib import import_module
 
@@ -45,6 +47,17 @@ def test_the_example_of_a_public_name_can_be_pasted(name: str):
 def test_the_examples_of_a_module(name: str):
     found = doctest.DocTestFinder().find(import_module(name))
     run(example for example in found if example.name.rpartition(".")[2] not in mupscale.__all__)
+
+
+NO_NAMES = {"mupscale.json", "mupscale.md"}
+"""Files."""
+
+
+@pytest.mark.slow
+def test_names_on_the_pages_exist():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    names = {name for page in pages for name in re.findall(r"\bmupscale(?:\.\w+)+", page.read_text("utf-8"))}
+    assert [name for name in sorted(names - NO_NAMES) if pydoc.locate(name) is None] == []
 
 
 def test_examples_are_found_in_all_packages():

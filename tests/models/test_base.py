@@ -171,6 +171,19 @@ def test_hooks_of_a_subclass_need_not_call_super(kind: type[Own], seen: list[Any
         narrow.on_fit_start()
 
 
+def test_what_was_frozen_is_frozen_in_the_network_of_a_wider_checkpoint() -> None:
+    wide, narrow = mlp(16), mlp(8)
+    for module in (wide, narrow):
+        module.configure_model()
+    checkpoint = {"hyper_parameters": dict(wide.hparams), "state_dict": wide.state_dict()}
+    wide.on_save_checkpoint(checkpoint)
+    assert narrow.net is not None
+    next(narrow.net.parameters()).requires_grad_(False)
+    narrow.on_load_checkpoint(checkpoint)
+    assert narrow.width == 16
+    assert [parameter.requires_grad for parameter in narrow.net.parameters()][:2] == [False, True]
+
+
 def test_a_parameter_that_no_optimizer_trains_is_reported() -> None:
     module = mlp()
     module.temperature = nn.Parameter(torch.ones(()))
