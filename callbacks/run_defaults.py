@@ -35,7 +35,7 @@ SAVE_EVERY = 500
 
 
 def run_settings(
-    folder: str | Path, *callbacks: Callback, save_every: int = SAVE_EVERY, progress_bar: bool = True, **trainer: Any
+    folder: str | Path, *callbacks: Callback, save_every: int = SAVE_EVERY, **trainer: Any
 ) -> dict[str, Any]:
     """Returns arguments of a `Trainer` whose run has curves and checkpoints in `folder`, and resumes exactly.
 
@@ -49,8 +49,8 @@ def run_settings(
         callbacks: Further callbacks, such as `UpscaleCallback`; one of a kind that is added here replaces it. A
             ModelCheckpoint of your own saves beside that of the run.
         save_every: The steps between two checkpoints.
-        progress_bar: Show a progress bar.
-        trainer: Further arguments of the `Trainer`, such as `logger` and `callbacks`, which take precedence.
+        trainer: Further arguments of the `Trainer`, such as `logger`, `callbacks` and `enable_progress_bar`, which take
+            precedence.
 
     Examples:
         from mupscale.callbacks.run_defaults import run_settings
@@ -70,7 +70,7 @@ def run_settings(
         trainer["logger"] = LossFirstLogger(path.parent, path.name, "", default_hp_metric=False)
     loggers = trainer["logger"] if isinstance(trainer["logger"], Sequence) else [trainer["logger"]]
     keep_tables(loggers)  # Lightning deletes them when a run begins, and when it goes on
-    bar = trainer.setdefault("enable_progress_bar", progress_bar)
+    bar = trainer.setdefault("enable_progress_bar", True)
     defaults = default_callbacks(given, logger=bool(trainer["logger"]), progress_bar=bar)
     return {
         "default_root_dir": path,

@@ -42,7 +42,7 @@ class Writer(LightningModule):
 def main() -> None:
     seed_everything(0, verbose=False)
     growth = mupscale.UpscaleCallback(at_step=100, hparams={"width": 64, "heads": 8})
-    settings = mupscale.run_settings("runs/lightning_module", growth, save_every=50, progress_bar=False)
+    settings = mupscale.run_settings("runs/lightning_module", growth, save_every=50, enable_progress_bar=False)
     trainer = Trainer(accelerator="cpu", max_steps=200, limit_val_batches=0, **settings)
     trainer.fit(Writer(), FineWeb(batch_size=8, context=32), ckpt_path="last")
     print(f"loss of one batch {growth.summary['loss_before']:.4f} before, {growth.summary['loss_after']:.4f} after")

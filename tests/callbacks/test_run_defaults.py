@@ -36,7 +36,7 @@ def script(folder: Path, name: str = "autoencoder", **options: Any) -> Lightning
     seed_everything(0, verbose=False)
     module = example.make()
     swap = UpscaleCallback(GROWS_AT, noise=AdditiveNoise(0.1), **example.growth)
-    settings = run_settings(folder, swap, save_every=5, progress_bar=False, log_every_n_steps=2, **options)
+    settings = run_settings(folder, swap, save_every=5, enable_progress_bar=False, log_every_n_steps=2, **options)
     trainer = Trainer(accelerator="cpu", precision="64-true", max_steps=STEPS, **settings)
     data = DataLoader(TensorDataset(*rows(example.kind, 8 * 7)), 8, shuffle=True)
     trainer.fit(module, data, ckpt_path="last")
@@ -166,7 +166,7 @@ def test_checkpoints_that_a_user_keeps_are_those_of_an_uninterrupted_run(tmp_pat
 
 def test_a_new_run_does_not_start_in_the_folder_of_another(tmp_path: Path) -> None:
     script(tmp_path / "run")
-    trainer = Trainer(accelerator="cpu", max_steps=6, **run_settings(tmp_path / "run", progress_bar=False))
+    trainer = Trainer(accelerator="cpu", max_steps=6, **run_settings(tmp_path / "run", enable_progress_bar=False))
     data = DataLoader(TensorDataset(*rows("points", 8)), 8)
     with pytest.raises(UserError, match=r'has the checkpoints of a run .*ckpt_path="last"'):
         trainer.fit(Autoencoder(), data)
