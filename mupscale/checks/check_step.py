@@ -98,7 +98,7 @@ class Agreement:
         numbers = f"outputs agree to {self.outputs:.0e}, updates to {self.updates:.0e}"
         apart = " apart from dropout" if self.dropout else " apart from random numbers" if self.is_random else ""
         head = f"exact{apart}: a training step" if self.exact else "not known to be exact. A training step"
-        return f"{head} in {self.precision} is that of the narrow model, {numbers}" + f". But {self.reason}" * bool(
+        return f"{head} in {self.precision} equals the narrow model's, {numbers}" + f". But {self.reason}" * bool(
             self.untested
         )
 

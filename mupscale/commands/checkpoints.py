@@ -344,7 +344,7 @@ def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -
         if key.startswith("data.init_args.") and key.rpartition(".")[2] in WORKERS:
             warnings.warn(
                 f"{key.replace('.init_args.', '.')} is {brief(there)} in the run and {brief(here)} here: random "
-                "numbers that a data set draws in worker processes, for augmentation say, will be others from here on",
+                "numbers that a data set draws in worker processes, for augmentation say, will differ from here on",
                 stacklevel=2,
             )
     _refuse_callbacks(callbacks, _callbacks(config), step)

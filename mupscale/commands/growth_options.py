@@ -46,19 +46,19 @@ def add_growth_options(parser: argparse.ArgumentParser) -> None:
 
 def add_mixture_options(parser: argparse.ArgumentParser) -> None:
     """The options for experts and for the vocabulary of a model folder."""
-    parser.add_argument("--experts", type=int, metavar="N", help="how many experts each layer gets; also a dense model")
-    parser.add_argument("--top-k", type=int, metavar="K", help="how many of them a token gets (by default 2 if dense)")
-    parser.add_argument("--split", type=int, default=1, metavar="M", help="split each expert into M; no copies")
+    parser.add_argument("--experts", type=int, metavar="N", help="experts per layer; a dense model becomes a mixture")
+    parser.add_argument("--top-k", type=int, metavar="K", help="experts per token (by default 2 for a dense model)")
+    parser.add_argument("--split", type=int, default=1, metavar="M", help="split each expert into M, in place of copying it")
     parser.add_argument("--to", metavar="FAMILY", help="the family of mixtures that a dense model becomes")
     parser.add_argument("--router-std", type=float, default=1e-4, help="std of a new router (default 1e-4)")
-    parser.add_argument("--vocab", type=int, metavar="N", help="how many tokens there will be")
+    parser.add_argument("--vocab", type=int, metavar="N", help="the new number of tokens")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="a folder with the tokenizer of new tokens")
     parser.add_argument("--pad-to", type=int, default=1, metavar="N", help="a new number of rows is a multiple of this")
     parser.add_argument(
         "--new-rows",
         choices=["rare", "mean", "subwords"],
         default="rare",
-        help="what rows of new tokens are: the mean of those of the rarest tokens (the default), of all, or of the old "
+        help="initial rows of new tokens: the mean of those of the rarest tokens (the default), of all, or of the old "
         "tokens that they consist of",
     )
 

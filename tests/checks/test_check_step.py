@@ -32,7 +32,7 @@ def test_a_right_plan_agrees_to_rounding():
     assert 0 < found.outputs < 1e-14
     assert found.updates < 1e-13
     assert (found.precision, found.untested, found.notes, found.first_difference) == ("float64", (), (), None)
-    assert str(found).startswith("exact: a training step in float64 is that of the narrow model, outputs agree to")
+    assert str(found).startswith("exact: a training step in float64 equals the narrow model's, outputs agree to")
 
 
 @pytest.mark.parametrize(

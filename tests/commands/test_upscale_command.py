@@ -102,7 +102,7 @@ def test_check_compares_both_widths_before_anything_is_written(tmp_path, capsys,
     fit(tmp_path, 11, UpscaleCallback(10, 24, noise=None))
     line = ["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "24", "--check", small(tmp_path / "c.yaml")]
     main([*line, "--out", str(tmp_path / "wide.ckpt")])
-    assert "exact: a training step in float64 is that of the narrow model, outputs agree to" in capsys.readouterr().out
+    assert "exact: a training step in float64 equals the narrow model's, outputs agree to" in capsys.readouterr().out
     monkeypatch.setattr(MLP, "loss", lambda self, batch: self(batch[0]).square().mean() * self.width)
     words = "--width 24: growth from width 8 is not exact: the loss differs by 200 %"
     assert words in refused(*line, "--out", str(tmp_path / "wrong.ckpt"))
