@@ -48,7 +48,7 @@ def add_mixture_options(parser: argparse.ArgumentParser) -> None:
     """The options for experts and for the vocabulary of a model folder."""
     parser.add_argument("--experts", type=int, metavar="N", help="experts per layer; a dense model becomes a mixture")
     parser.add_argument("--top-k", type=int, metavar="K", help="experts per token (by default 2 for a dense model)")
-    parser.add_argument("--split", type=int, default=1, metavar="M", help="split each expert into M, in place of copying it")
+    parser.add_argument("--split", type=int, default=1, metavar="M", help="split each expert into M; none is copied")
     parser.add_argument("--to", metavar="FAMILY", help="the family of mixtures that a dense model becomes")
     parser.add_argument("--router-std", type=float, default=1e-4, help="std of a new router (default 1e-4)")
     parser.add_argument("--vocab", type=int, metavar="N", help="the new number of tokens")

@@ -111,7 +111,7 @@ def resolve(runs: Iterable[EntryRun], older: Runs) -> Iterator[EntryRun]:
                 yield replace(part, factor=part.factor * run.factor, noise=part.noise or run.noise)
             elif begin < end:
                 if (begin, end) != (first, last) or inner.count > 1 or inner.values is not None:
-                    raise UserError(f"{run.source!r} is stored in several parts, which are not the parts of its parameter")
+                    raise UserError(f"{run.source!r} is stored in several parts, which its parameter does not have")
                 yield replace(run, source=inner.source, start=inner.start + first - at)
             at += inner.size
 
