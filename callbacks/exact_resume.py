@@ -7,7 +7,7 @@ import copy
 import math
 import random
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -133,36 +133,43 @@ class TrainingData(CombinedLoader):
     """The training loaders of a run, and its place in them.
 
     Loaders with `state_dict` and `load_state_dict` save it themselves. For others, such as a plain `DataLoader`, it is
-    the state of the random numbers before the epoch. A resumed run begins the epoch in that state, and draws the
-    batches that were used a second time, in vain.
+    a seed: all batches of an epoch are made of random numbers that begin with it, and that nothing else draws. A
+    resumed run begins the epoch with the same seed, and draws the batches that were used a second time, in vain.
 
     If Lightning does not know how many batches there are, it fetches one ahead, which no step has got when a checkpoint
-    is written. It is fetched again, with the random numbers that it was made of. The states of the loaders are those
-    before that batch.
+    is written. It is fetched again. The states of loaders that have one, and the random numbers of which these make a
+    batch, are those before that batch.
     """
 
     trainer: Trainer
     is_sized = False
     states_before: list[dict[str, Any]]
     begin: dict[str, Any] | None = None
-    """The random numbers before the epoch."""
+    """The seed of the epoch, and the states of the loaders' own generators before it, if loaders have no state."""
+    numbers: "OwnNumbers | nullcontext[None]" = nullcontext()
+    again: dict[str, Any] | None = None
+    """The `begin` of the epoch that is begun again next."""
     ahead: dict[str, Any] | None = None
-    """The random numbers before a batch that is fetched ahead."""
+    """The random numbers before a batch that is fetched ahead, if loaders have a state."""
     drawn = 0
     """The batches since `begin`. Lightning counts from zero in a run that is extended in the middle of an epoch."""
 
     def __iter__(self) -> Any:
-        self.begin = None if all(isinstance(loader, _Stateful) for loader in self.flattened) else self.numbers()
-        super().__iter__()
+        self.begin, self.again, self.drawn = self.again, None, 0
+        if self.begin is None and not all(isinstance(loader, _Stateful) for loader in self.flattened):
+            self.begin = {"seed": int(torch.randint(2**32, ())), "own": self.own_numbers()}
+        self.numbers = nullcontext() if self.begin is None else OwnNumbers(self.begin["seed"])
+        with self.numbers:
+            super().__iter__()
         self.is_sized = sized_len(self) is not None
-        self.drawn = 0
         return self
 
     def __next__(self) -> Any:
         if not self.is_sized:
             self.states_before = copy.deepcopy(super()._state_dicts())
-            self.ahead = self.numbers()
-        batch = super().__next__()
+            self.ahead = None if self.begin else rng_state(self.trainer.strategy.root_device)
+        with self.numbers:
+            batch = super().__next__()
         self.drawn += 1
         return batch
 
@@ -188,8 +195,9 @@ class TrainingData(CombinedLoader):
         elif begin is None:
             if not self.is_sized:
                 self._load_state_dicts(loader_states)
-                self.set_numbers(place["ahead"])
-                self.draw_again(0, None)
+                if place["ahead"] is not None:
+                    set_rng_state(place["ahead"], self.trainer.strategy.root_device)
+                self.draw_again(0)
         elif loader_states:
             rank_zero_warn(
                 "the run has training data loaders with and without state_dict: the batches after this resume differ "
@@ -200,8 +208,9 @@ class TrainingData(CombinedLoader):
             if taken:
                 rank_zero_info(f"the training data has no state_dict: {taken} batches of this epoch are drawn again")
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-            self.set_numbers(begin)
-            self.draw_again(taken, place["ahead"])
+            self.again = begin
+            self.set_own_numbers(begin["own"])
+            self.draw_again(taken)
         self.begin, self.drawn = begin, taken + self.is_ahead
         self.set_own_numbers(place["own"])
 
@@ -220,27 +229,17 @@ class TrainingData(CombinedLoader):
                 next(self)
                 self._load_state_dicts(states)  # that batch was of the next epoch
 
-    def draw_again(self, count: int, ahead: dict[str, Any] | None) -> None:
-        """Begins the epoch again, and draws batches in vain; the last of them with the random numbers `ahead`."""
+    def draw_again(self, count: int) -> None:
+        """Begins the epoch again, and draws batches in vain."""
         fetcher = self.fetcher
         iter(fetcher)
-        for index in range(count):
-            if index == count - 1:
-                self.set_numbers(ahead)
+        for _ in range(count):
             next(fetcher)
         fetcher.fetched = 0  # the loop adds those of the loaded progress
 
     @property
     def fetcher(self) -> Any:
         return self.trainer.fit_loop._data_fetcher
-
-    def numbers(self) -> dict[str, Any]:
-        return {**rng_state(self.trainer.strategy.root_device), "own": self.own_numbers()}
-
-    def set_numbers(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            set_rng_state(state, self.trainer.strategy.root_device)
-            self.set_own_numbers(state["own"])
 
     def own_numbers(self) -> list[Tensor]:
         return [generator.get_state() for generator in generators_of(self.flattened)]
@@ -293,6 +292,29 @@ def is_between_epochs(trainer: Trainer) -> bool:
 
 
 # --- random numbers
+
+
+class OwnNumbers:
+    """The global random numbers of the host are these meanwhile, which begin with a seed; then those of before."""
+
+    def __init__(self, seed: int) -> None:
+        with isolate_rng(include_cuda=False):
+            torch.random.default_generator.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            self.states = self.get()
+
+    @staticmethod
+    def get() -> tuple[Any, ...]:
+        return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def swap(self, *_: object) -> None:
+        others = self.get()
+        for put, state in zip((torch.set_rng_state, np.random.set_state, random.setstate), self.states, strict=True):
+            put(state)
+        self.states = others
+
+    __enter__ = __exit__ = swap
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

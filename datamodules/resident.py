@@ -105,6 +105,7 @@ class ResidentLoader:
         self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
         self.epoch = self.position = 0  # how many batches of the epoch were drawn
         self._drawn_from = False
+        self._epoch_of_run = 0
         self._last: tuple[int, Plan] | None = None
         """The plan that was used last, with its epoch."""
         self._ahead: PlanDrawing | None = None
@@ -116,7 +117,7 @@ class ResidentLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._drawn_from or self.position == len(self):
-            self.set_epoch(self.epoch + 1)
+            self.go_to(self.epoch + 1, 0)
         return self._draw()
 
     @property
@@ -125,13 +126,15 @@ class ResidentLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the beginning of `epoch`; inside that epoch already, stays where it is.
+        """Goes to the beginning of `epoch` of the run; inside that epoch already, or beyond it, stays where it is.
 
-        The state alone is not enough: Lightning does not load it from a checkpoint written after an epoch's end, and
-        under `limit_train_batches` the loader cannot see that an epoch has ended.
+        Beside a longer loader this one begins again within an epoch of the run, and so is ahead of it. The state alone
+        is not enough: Lightning does not load it from a checkpoint written after an epoch's end, and under
+        `limit_train_batches` the loader cannot see that an epoch has ended.
         """
-        if epoch != self.epoch:
+        if epoch > self.epoch or epoch < self._epoch_of_run:  # the latter in another run
             self.go_to(epoch, 0)
+        self._epoch_of_run = epoch
 
     def go_to(self, epoch: int, position: int) -> None:
         """Leaves the loader as if the first `position` batches of `epoch` had been drawn one by one."""
@@ -158,7 +161,8 @@ class ResidentLoader:
         return type(self), self._made_of(), arguments, self.rank, self.world_size, seed
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        return {**self._order_depends_on, "epoch": self.epoch, "position": self.position}
+        place = {"epoch": self.epoch, "position": self.position, "epoch_of_run": self._epoch_of_run}
+        return {**self._order_depends_on, **place}
 
     def load_state_dict(self, state_dict: dict[str, int | bool | str]) -> None:
         with interpreting("the data order in the checkpoint"):
@@ -169,6 +173,7 @@ class ResidentLoader:
                         f"{ours}: resume with the {name} of the interrupted run"
                     )
             self.go_to(int(state_dict["epoch"]), int(state_dict["position"]))
+            self._epoch_of_run = int(state_dict["epoch_of_run"])
         self._drawn_from = False
 
     def _draw(self) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from training_runs import Checkpoints, quiet_trainer
 
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
@@ -47,6 +48,18 @@ class Stream(IterableDataset[Any]):
         noisy = Noisy()
         for index in torch.randperm(len(noisy)).tolist():
             yield noisy[index]
+
+
+class Buffered(IterableDataset[Any]):
+    """Shuffles as it goes: draws a random number for every row."""
+
+    def __iter__(self) -> Iterator[Any]:
+        held: list[Any] = []
+        for row in zip(*data(), strict=True):
+            held.append(row)
+            if len(held) > 9:
+                yield held.pop(int(torch.randint(len(held), ())))
+        yield from held
 
 
 class Stateful:
@@ -112,6 +125,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
         TensorDataset(*data()), 8, shuffle=True, generator=torch.Generator().manual_seed(5)
     ),
     "stream": lambda: DataLoader(Stream(), 8),
+    "shuffled as it goes": lambda: DataLoader(Buffered(), 8),
+    "two, the shorter one again and again": lambda: [DataLoader(Noisy(), size, shuffle=True) for size in (4, 16)],
+    "two with a state": lambda: [ResidentLoader(data(), size, shuffle=True) for size in (4, 16)],
     "stateful": Stateful,
     "stateful with a length": Sized,
     "drawn": Drawn,
@@ -123,7 +139,7 @@ def fitted(
 ) -> dict[str, Tensor]:
     """The weights and the last validation of ten steps, which depend on all random numbers; it grows at step 6."""
     seed_everything(0, verbose=False)
-    model = kind(8, 4, 6, 3, optimizer=ADAMW)
+    model = (OfAll if isinstance(loader, list) else kind)(8, 4, 6, 3, optimizer=ADAMW)
     callbacks = [ExactResume(), UpscaleCallback(6, 16, noise=None), *([Checkpoints(folder)] if resumed is None else [])]
     settings = {"max_steps": 10, "val_check_interval": 3, "check_val_every_n_epoch": None, **settings}
     trainer = quiet_trainer(
@@ -157,9 +173,12 @@ class Unvalidated(Dropping):
     """Has a `validation_step`, but no data for it."""
 
 
-class FirstOfTwo(Dropping):
+class OfAll(Dropping):
+    """Takes the mean loss of the batches of several loaders."""
+
     def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch if isinstance(batch[0], Tensor) else batch[0])
+        batches = [batch] if isinstance(batch[0], Tensor) else batch
+        return torch.stack([super(OfAll, self).loss(each) for each in batches]).mean()
 
 
 MIXED = "data loaders with and without state_dict: the batches after this resume"
@@ -178,9 +197,9 @@ def with_workers() -> Any:
 def test_what_cannot_be_continued_exactly_is_told(
     several: Callable[[], Any], step: int, said: str, tmp_path: Path
 ) -> None:
-    fitted(several(), tmp_path, kind=FirstOfTwo, max_steps=7)
+    fitted(several(), tmp_path, max_steps=7)
     with pytest.warns(UserWarning, match=said):
-        fitted(several(), tmp_path, step, FirstOfTwo, max_steps=7)
+        fitted(several(), tmp_path, step, max_steps=7)
 
 
 class Seen(Callback):
