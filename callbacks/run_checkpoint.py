@@ -153,13 +153,13 @@ class RunCheckpoint(ModelCheckpoint):
         if step != trainer.max_steps and not is_idle:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self.keep_newest("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
-        if step != trainer.max_steps and not accumulates(trainer):
+        if step != trainer.max_steps:
             self.stop_if_asked(trainer)
         self.files.raise_error()
 
     def stop_if_asked(self, trainer: Trainer) -> None:
         """Ends a run that a signal asks to end, with a checkpoint for resuming, unless its folder is remote."""
-        if self.stop is None or self.stop.number is None:
+        if self.stop is None or self.stop.number is None or accumulates(trainer):
             return
         if self.points is not None:
             if self.points._last_global_step_saved != trainer.global_step:
@@ -234,7 +234,7 @@ class RunCheckpoint(ModelCheckpoint):
     def keep_newest(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """Keeps what the options saved for resuming as well; if they saved nothing, saves when their triggers fire."""
         points, step = self.points, trainer.global_step
-        if points is None:
+        if points is None or accumulates(trainer):  # no checkpoint holds the gradients so far
             return
         if self.resumable_at(step) is not None and points._last_global_step_saved != step:
             points.save(trainer)
@@ -306,7 +306,7 @@ class RunCheckpoint(ModelCheckpoint):
         self.written[filepath] = None
         with files_of(trainer).deferring():
             super()._save_checkpoint(trainer, filepath)
-        if not self.save_weights_only:
+        if not self.save_weights_only and not accumulates(trainer):
             self.resumable = trainer.global_step, path
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:

@@ -20,6 +20,7 @@ from run_ends import differences
 from torch.utils.data import DataLoader, TensorDataset
 
 from mupscale import AdditiveNoise
+from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.run_defaults import run_settings
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
@@ -162,6 +163,24 @@ def test_checkpoints_that_a_user_keeps_are_those_of_an_uninterrupted_run(tmp_pat
     assert {path.name for path in (tmp_path / "own").iterdir()} == {
         f"step={step}.ckpt" for step in range(3, STEPS + 1, 3)
     }
+
+
+class Validated(Autoencoder):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", Autoencoder.training_step(self, batch, batch_idx))
+
+
+def test_no_checkpoint_for_resuming_is_of_an_open_accumulation_window(tmp_path: Path) -> None:
+    """It would lose the gradients so far; those that the user's options keep are written all the same."""
+    own = RunCheckpoint(tmp_path / "run/checkpoints", "{step}", every_n_epochs=1, monitor="val/loss", save_top_k=-1)
+    validation = {"val_check_interval": 4, "check_val_every_n_epoch": None, "accumulate_grad_batches": 3}
+    settings = run_settings(tmp_path / "run", own, enable_progress_bar=False, **validation)
+    trainer = Trainer(accelerator="cpu", precision="64-true", max_steps=6, **settings)
+    data = DataLoader(TensorDataset(*rows("points", 8 * 24)), 8)
+    trainer.fit(Validated(), data, data)
+    folder = tmp_path / "run/checkpoints"
+    assert {path.name for path in folder.glob("step=*.ckpt")} == {f"step={step}.ckpt" for step in (1, 2, 4, 5, 6)}
+    assert {path.name for path in folder.glob("resume*/*")} == {"step=4.ckpt", "step=6.ckpt"}
 
 
 def test_a_new_run_does_not_start_in_the_folder_of_another(tmp_path: Path) -> None:
