@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -82,16 +82,8 @@ class TrialScore:
         elif isinstance(share, float):
             self.window = math.ceil(share * self.steps)
 
-    def add(self, step: int, loss: Tensor | float) -> None:
-        """Takes the loss of a step, counted from 0."""
-        if step >= self.steps - self.window:
-            self.sum = self.sum + loss
-            self.count += 1
-        self.recent = self.recent + loss
-        self.recent_count += 1
-
-    def add_block(self, step: int, losses: Tensor) -> None:
-        """Takes the losses of several steps, from this one on."""
+    def add(self, step: int, losses: Tensor) -> None:
+        """Takes the losses of steps from this one on, counted from 0."""
         counted = losses[max(0, self.steps - self.window - step) :]
         self.sum = self.sum + counted.sum()
         self.count += len(counted)
@@ -171,13 +163,13 @@ class TrialMetric(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated |= trainer.callback_metrics.keys()  # which Lightning forgets after the sanity check
         if self.metric.startswith("val/"):
-            self._look_up(trainer)
+            look_up(self.metric, trainer.callback_metrics)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A misspelt metric is reported after one epoch: what is logged at all is logged in every epoch."""
         known = trainer.current_epoch > 0 and (self._validated or not trainer.enable_validation)
         if known and window_of(self.metric) is None and self.metric not in self._validated:
-            self._look_up(trainer)
+            look_up(self.metric, trainer.callback_metrics)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.score.begin(self.metric, trainer)
@@ -192,11 +184,10 @@ class TrialMetric(Callback):
         score, loss, has_stepped = self.score, returned_loss(pl_module, outputs), not accumulates(trainer)
         block = losses_of_block(outputs)
         if block is not None:
-            score.add_block(trainer.global_step - len(block), block.double())
+            score.add(trainer.global_step - len(block), block.double())
         elif loss is not None:
-            loss = loss.double()
             # the step that this batch belongs to, counted from 0
-            score.add(trainer.global_step - has_stepped, loss)
+            score.add(trainer.global_step - has_stepped, loss.double().reshape(1))
         size = str(size_of(pl_module))
         if size != score.size:  # the first batch, or the first after a swap
             score.begin_size(size, None if loss is None else float(loss))
@@ -220,7 +211,7 @@ class TrialMetric(Callback):
         if score.diverged:
             return
         if window_of(self.metric) is None:
-            score.logged = self._look_up(trainer)
+            score.logged = look_up(self.metric, trainer.callback_metrics)
         elif trainer.global_step < score.steps:
             raise UserError(f"metric {self.metric}: the run ended at step {trainer.global_step} of {score.steps}")
         elif score.count == 0:
@@ -235,21 +226,22 @@ class TrialMetric(Callback):
 
     # --- parts
 
-    def _look_up(self, trainer: Trainer) -> float:
-        metrics = trainer.callback_metrics
-        if self.metric not in metrics:
-            raise UserError(
-                f"metric {self.metric} is never logged by the model. Use last_epoch or last_2% (training loss)"
-                f"{', or a logged one: ' + ', '.join(sorted(metrics)) if metrics else ''}"
-            )
-        return float(metrics[self.metric])
-
     def _save_noise(self, trainer: Trainer) -> None:
         for swap in swaps_of(trainer):
             if isinstance(swap.noise, SignalNoise) and swap.constants:
                 assert trainer.log_dir is not None
                 path = Path(trainer.log_dir) / f"noise-{swap.at_step}.json"
                 save_constants(swap.constants, path, swap.noise.centred)
+
+
+def look_up(metric: str, logged: Mapping[str, Any]) -> float:
+    """The value of a logged metric. Raises a UserError if it is not there."""
+    if metric not in logged:
+        raise UserError(
+            f"metric {metric} is never logged by the model. Use last_epoch or last_2% (training loss)"
+            f"{', or a logged one: ' + ', '.join(sorted(logged)) if logged else ''}"
+        )
+    return float(logged[metric])
 
 
 def window_of(metric: str) -> float | str | None:

@@ -22,8 +22,9 @@ from mupscale._torch import tree_map
 from mupscale.atomic import replacing, write_durably, write_text
 from mupscale.callbacks.curves import _AXES as AXES
 from mupscale.callbacks.curves import flops_kind
+from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.tensorboard import cut_events, event_files, log_folders, tensorboards
-from mupscale.callbacks.trial_metric import TrialMetric, TrialScore, untrained_loss, window_of
+from mupscale.callbacks.trial_metric import TrialMetric, TrialScore, look_up, untrained_loss, window_of
 from mupscale.callbacks.upscale import UpscaleCallback, swaps_of
 from mupscale.commands.checkpoints import read_run, write_run
 from mupscale.commands.cli import CLI, open_cli
@@ -103,7 +104,7 @@ def fit_stack(members: list["StackedRun"], folder: Path, clock: RunProgress) -> 
             **first.config_init["trainer"],
             **dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False),
             **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs")),
-            "callbacks": [files],
+            "callbacks": [files, ExactResume()],
             "num_sanity_val_steps": 0,
             "default_root_dir": str(folder),
         }
@@ -183,7 +184,7 @@ class StackFiles(Callback):
         self.ends: dict[int, dict[str, float]] = {}
         """What trials had spent when they ended."""
         self.validated_at: int | None = None
-        self.has_stepped = self._saves_later = False
+        self.has_stepped = False
         self._losses: list[Tensor] = []
         self._logged_at = 0
         self._sums: list[float] = []
@@ -244,7 +245,6 @@ class StackFiles(Callback):
         is_logged, is_new = bool(every) and step % every == 0, str(first.size) != score.size
         is_checked = step % score.interval == 0 or step == score.steps
         saves, grows = step % self._save_every == 0, pl_module.grows_at(step)
-        self._saves_later = saves and is_validated_after(trainer, batch_idx)
         if is_new or is_checked or is_logged or saves or grows:
             self._take_losses(trainer, pl_module, is_new)
         if is_logged:
@@ -253,7 +253,7 @@ class StackFiles(Callback):
             self._check(trainer, pl_module)
         if is_checked or grows:
             self._drop_diverged(pl_module)
-        if saves and not self._saves_later and pl_module.running:
+        if saves and pl_module.running:
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -264,8 +264,6 @@ class StackFiles(Callback):
         self.validated_at = trainer.global_step
         for index in pl_module.running:
             self.members[index].log(pl_module.scores[index], trainer.global_step, self.spent)
-        if self._saves_later and pl_module.running:
-            self._save(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt):
@@ -281,7 +279,7 @@ class StackFiles(Callback):
             if not member.is_finished:
                 score.diverged = index in module.ended
                 if window_of(member.metric) is None and not score.diverged:
-                    score.logged = self._look_up(member.metric, module.scores[index])
+                    score.logged = look_up(member.metric, module.scores[index])
                 if index in module.running:
                     self._write_checkpoint(member, trial_checkpoint(whole, index))
                 member.run.record({"value": score.value, "seconds": seconds, **self._numbers(trainer, module, index)})
@@ -310,16 +308,14 @@ class StackFiles(Callback):
 
     def _take_losses(self, trainer: Trainer, module: Any, is_new: bool) -> None:
         """Reads the losses of the last steps; waits for the device."""
-        rows = torch.stack(self._losses).tolist()
+        rows = torch.stack(self._losses).cpu()
         self._losses = []
-        start = trainer.global_step - len(rows)
         for place, index in enumerate(module.running):
-            score = self.members[index].score
-            for step, row in enumerate(rows, start):
-                score.add(step, row[place])
-                self._sums[index] += row[place]
+            score, losses = self.members[index].score, rows[:, place].contiguous()
+            score.add(trainer.global_step - len(rows), losses)
+            self._sums[index] += float(losses.sum())
             if is_new:
-                score.begin_size(str(module.trials[index].size), rows[-1][place])
+                score.begin_size(str(module.trials[index].size), float(losses[-1]))
                 self._save_noise(module, index)
 
     def _log(self, trainer: Trainer, module: Any) -> None:
@@ -370,14 +366,6 @@ class StackFiles(Callback):
                 path = self.members[index].run.folder / f"noise-{growth.at_step}.json"
                 save_constants(module.constants[index], path, growth.noise.centred)
 
-    def _look_up(self, metric: str, scores: dict[str, float]) -> float:
-        if metric not in scores:
-            raise UserError(
-                f"metric {metric} is never logged by the model. Use last_epoch or last_2% (training loss)"
-                f"{', or a logged one: ' + ', '.join(sorted(scores)) if scores else ''}"
-            )
-        return scores[metric]
-
     def _numbers(self, trainer: Trainer, module: Any, index: int) -> dict[str, Any]:
         """What result.json holds of a run, as `RunJournal` writes it."""
         arguments = module.trials[index].hparams
@@ -403,16 +391,6 @@ class StackFiles(Callback):
         (folder / "checkpoints").mkdir(exist_ok=True)
         with replacing(folder / "checkpoints" / "last.ckpt") as stream:
             torch.save(checkpoint, stream)
-
-
-def is_validated_after(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether a validation follows the step of a batch: a checkpoint before it would lose it."""
-    every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
-    if not trainer.enable_validation or not isinstance(every, int):
-        return False
-    if epochs is None:
-        return trainer.global_step % every == 0
-    return (batch_idx + 1) % every == 0 and (trainer.current_epoch + 1) % epochs == 0
 
 
 # --- which runs, and how many
