@@ -198,7 +198,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._cell = tag in ("td", "th") or (self._cell and tag == "span")
+        self._cell = tag in ("td", "th") or (self._cell and tag in ("span", "wbr"))
         if tag == "table":
             self.tables.append([])
         if tag == "tr":
@@ -212,7 +212,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.text += data
         if self._cell:
-            self.tables[-1][-1][-1] += data.replace("\N{NO-BREAK SPACE}", " ")
+            self.tables[-1][-1][-1] += data
 
     def table(self, first: str) -> list[list[str]]:
         """The rows below a heading whose first cell is `first`."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from mupscale.atomic import write_text
 from mupscale.commands import figures
@@ -177,7 +178,7 @@ def render_page(**content: Any) -> str:
         lstrip_blocks=True,
     )
     named = (
-        *(number, flops_text, ranged, interval, times, unbroken),
+        *(number, flops_text, ranged, interval, times, breakable),
         *(metric_name, brief, differing, read_table, read_pictures),
     )
     environment.filters |= {each.__name__: each for each in named}
@@ -236,9 +237,9 @@ def times(factor: float) -> str:
     return f"{factor:,.1f}×" if factor < 1000 else f"{factor:,.0f}×"
 
 
-def unbroken(cell: Any) -> str:
-    """A cell that a narrow table breaks before its bracket only."""
-    return str(cell).replace(" ", "\N{NO-BREAK SPACE}").replace("\N{NO-BREAK SPACE}(", " (")
+def breakable(cell: Any) -> Markup:
+    """A cell that a narrow table breaks before its bracket, or before the last part of its path, only."""
+    return Markup(re.sub(r" (?=\()|/(?=[^/]*$)", r"\g<0><wbr>", str(escape(cell))))
 
 
 def metric_name(metric: str) -> str:

@@ -80,9 +80,9 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def differing(arms: list[Arm]) -> list[tuple[str, list[Any]]]:
-    """The keys in which arms differ, each with the arms' values; "—" where a arm does not have the key."""
+    """The keys in which arms differ, each with the arms' values; "—" where an arm has none, or None."""
     keys = dict.fromkeys(key for arm in arms for key in arm.settings)
-    rows = [(key, [arm.settings.get(key, "—") for arm in arms]) for key in keys]
+    rows = [(key, ["—" if (value := arm.settings.get(key)) is None else value for arm in arms]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 

@@ -236,4 +236,4 @@ def notes_on(arm: Arm) -> Iterator[str]:
         elif run.in_progress:
             yield f"{name}: {run.state}."
         elif run.grows and not run.growths and run.init_from is None:
-            yield f"{name} ended after {run.state}, before it grew."
+            yield f"{name} ended after {run.last_step:,} steps, before it grew."

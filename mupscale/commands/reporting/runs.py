@@ -113,8 +113,9 @@ class LoggedRun:
     def state(self) -> str:
         if self.diverged_at is not None:
             return f"diverged at step {self.diverged_at:,}"
-        of = f"in progress, {self.last_step:,} of {self.planned_steps:,}" if self.in_progress else f"{self.last_step:,}"
-        return f"{of} steps"
+        if self.in_progress:
+            return f"in progress, {self.last_step:,} of {self.planned_steps:,} steps"
+        return "finished" if self.result else f"{self.last_step:,} steps logged"
 
     # --- its cost
 
