@@ -331,6 +331,7 @@ JOURNALS = {
     "a text": b'"many"',
     "beyond floats": b"1" + b"0" * 400,
     "deep": b"[" * 100_000,
+    "steps that no run reaches": b'{"steps": 36893488147419103232}',
     "a text as a value": b'{"steps": "many", "train_loss": "x", "flops": [], "growths": 3}',
     "values beyond floats": b'{"steps": 1%s, "train_loss": 1%s, "seconds": 1%s, "flops": 1%s}' % ((b"0" * 400,) * 4),
 }
