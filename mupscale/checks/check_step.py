@@ -40,8 +40,8 @@ from mupscale.checks.trace import (
     Difference,
     Differs,
     Event,
+    EventKind,
     Follower,
-    Kind,
     float_copies,
     floats_of,
     watched,
@@ -53,7 +53,7 @@ from mupscale.methods.base import GrowthMethod
 from mupscale.methods.grow import grow
 from mupscale.methods.noise import Noise
 from mupscale.sharding import is_sharded
-from mupscale.widening.growth import duplicate
+from mupscale.widening.growth import duplicate, is_mixed
 from mupscale.widening.hints import some_names
 from mupscale.widening.layers import source_of
 from mupscale.widening.modules import caveat, dropout_of
@@ -241,7 +241,7 @@ LARGE = 1_000_000
 """Parameters of a wide model, beyond which the optimizers step with the weights as they are. With smaller weights,
 gradients are compared, and with larger ones only outputs."""
 
-SMALL = 1e-3
+SMALLER_LOSS = 1e-3
 """What the loss is multiplied by where weights are changed, because gradients of a mean are smaller than of a sum."""
 
 
@@ -305,7 +305,7 @@ class _CallStep:
         if self.follows and not is_wide:
             self.events.clear()
 
-        def note(name: str, kind: Kind, values: Any) -> None:
+        def note(name: str, kind: EventKind, values: Any) -> None:
             if follow is not None:
                 follow(name, kind, values)
             elif self.follows:
@@ -346,10 +346,12 @@ class _CallStep:
             matches.append(found)
             self.error = max(self.error, _error(values, duplicate(before, found.layouts)))
             if before.shape != after.shape:
+                uneven = any(map(is_mixed, found.layouts))
                 self.repeats = (
                     f"what call(model) returns grows {tuple(before.shape)} → {tuple(after.shape)}, by copies of its "
-                    "entries. If these are classes or targets, give the wide model as many as the narrow one has"
-                )
+                    + "entries" + ", of some more than of others, so a mean over them is another one" * uneven
+                    + ". If these are classes or targets, give the wide model as many as the narrow one has"
+                )  # fmt: skip
         return matches
 
 
@@ -454,7 +456,7 @@ class _Check:
         evaluates = words in IN_EVALUATION
         for vary in (0,) if change is as_they_are or evaluates else (1, -1, 0):
             step = _CallStep(self, vary)
-            step.trains, step.scale = not evaluates, 1.0 if change is as_they_are else SMALL
+            step.trains, step.scale = not evaluates, 1.0 if change is as_they_are else SMALLER_LOSS
             step.forward_only = evaluates or (change is enlarge_ and self.is_large)
             try:
                 steps = self._steps(step, change)

@@ -49,7 +49,7 @@ down to -0.42 from width 32.
 
 DEFAULT_NOISE = AdditiveNoise(0.1)
 
-Axis = Literal["width", "depth"]
+ScannedAxis = Literal["width", "depth"]
 
 NETWORK = "(the network)"
 """The name of the whole network among its layers, if it has parameters of its own."""
@@ -89,7 +89,7 @@ class Slopes(NamedTuple):
     output_fails: bool
     update_fails: bool
 
-    def problem(self, axis: Axis) -> str | None:
+    def problem(self, axis: ScannedAxis) -> str | None:
         """What is wrong with the layer in this scan, or None."""
         slopes = ("output", self.output, self.output_fails), ("update", self.update, self.update_fails)
         texts = [f"its {name} {_power(slope, axis)}" for name, slope, fails in slopes if fails and slope is not None]
@@ -103,7 +103,7 @@ class CoordCheck:
     scans: tuple[Scan, ...]
     layers: dict[str, dict[str, Slopes]] = field(repr=False)
     """The slopes of each layer, in the order of the forward pass, by the name of the scan."""
-    axis: Axis = "width"
+    axis: ScannedAxis = "width"
 
     @property
     def failing(self) -> dict[str, str]:
@@ -174,7 +174,7 @@ def coord_check(
     seeds: int = 3,
     noise: Noise | None = DEFAULT_NOISE,
     clip: float | None = None,
-    axis: Axis = "width",
+    axis: ScannedAxis = "width",
     watch: Watch = unwatched,
 ) -> CoordCheck:
     """Measures how the outputs of all layers, and their change in training, depend on the width, or on the depth.
@@ -245,7 +245,7 @@ def coord_check(
     return CoordCheck(tuple(scans), slopes, axis)
 
 
-def _different(network: Callable[[int], nn.Module], widths: Sequence[int], axis: Axis) -> list[nn.Module]:
+def _different(network: Callable[[int], nn.Module], widths: Sequence[int], axis: ScannedAxis) -> list[nn.Module]:
     """The network at two widths. Raises a UserError if it is the same: then nothing would be measured."""
     networks = []
     for width in widths:
@@ -303,7 +303,7 @@ def _judged(scan: Scan, layer: str, is_output: bool) -> Slopes:
     return Slopes(output, update, output_fails, update_fails)
 
 
-def _power(slope: float, axis: Axis) -> str:
+def _power(slope: float, axis: ScannedAxis) -> str:
     if math.isfinite(slope):
         return f"{'grows' if slope > 0 else 'vanishes'} as {axis}^{slope:+.2f}"
     return f"is zero at the {'small' if slope > 0 else 'large'} end only"

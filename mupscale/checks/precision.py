@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-Operation = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], None]
+OperationWatcher = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], None]
 """Reads an operation, its arguments, those by name, and its result."""
 
 
@@ -42,7 +42,7 @@ class Precision(TorchFunctionMode):
 
     def __init__(
         self,
-        ran: Operation = lambda func, args, kwargs, result: None,
+        ran: OperationWatcher = lambda func, args, kwargs, result: None,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:

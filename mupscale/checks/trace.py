@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mupscale._torch import is_under_transform, without_transforms
 from mupscale.checks.comparison import Match, Planned, candidates, match, relative_error, size_of
-from mupscale.checks.precision import Operation, Precision
+from mupscale.checks.precision import OperationWatcher, Precision
 from mupscale.checks.recording import leaves_of, map_leaves, seed_generators
 from mupscale.widening.growth import duplicate
 from mupscale.widening.layers import layer_at, source_of
@@ -22,7 +22,7 @@ from mupscale.widening.plan_text import Plan
 Call = Callable[[nn.Module], Any]
 """One forward pass of a model."""
 
-Kind = Literal["begins", "ends", "returns"]
+EventKind = Literal["begins", "ends", "returns"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Event:
     """A call of a module begins with these tensors, or ends with them; or the whole call returns them."""
 
     name: str
-    kind: Kind
+    kind: EventKind
     tensors: list[Tensor]
     """Copies, which no operation changes in place."""
 
@@ -109,8 +109,8 @@ def hooked(
 def watched(
     model: nn.Module,
     call: Call,
-    note: Callable[[str, Kind, Any], None] = lambda name, kind, values: None,
-    ran: Operation = lambda func, args, kwargs, result: None,
+    note: Callable[[str, EventKind, Any], None] = lambda name, kind, values: None,
+    ran: OperationWatcher = lambda func, args, kwargs, result: None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     vary: int = 0,
@@ -222,7 +222,7 @@ class Follower:
         self.drifts: dict[str, float] = {}
         """The largest relative difference of what each module returns, apart from such a number."""
 
-    def __call__(self, name: str, kind: Kind, values: Any) -> None:
+    def __call__(self, name: str, kind: EventKind, values: Any) -> None:
         found = layer_at(self._plan.layers, name)
         if found is not None and found[1].is_new:
             return
@@ -270,7 +270,7 @@ class Follower:
                 ratio = ratio if found.ratio == 1 else found.ratio
         return drift, ratio
 
-    def _difference(self, name: str, kind: Kind, drift: float, ratio: float) -> Difference | None:
+    def _difference(self, name: str, kind: EventKind, drift: float, ratio: float) -> Difference | None:
         if drift <= self._tolerance and ratio == 1:
             return None
         by = f" by {100 * drift:.3g} %" if math.isfinite(drift) else ""

@@ -9,7 +9,7 @@ from torch import nn
 
 from mupscale.checks.trace import Event
 from mupscale.discovery.found import nearest_power
-from mupscale.discovery.hypothesis import Group, Hypothesis, entries_grow_by, is_known
+from mupscale.discovery.hypothesis import AxisGroup, Hypothesis, entries_grow_by, is_known
 from mupscale.discovery.passes import Outcome, PairedCut, layouts_of
 from mupscale.text_tables import starred
 from mupscale.widening.growth import Layout, Piece, evenly
@@ -32,7 +32,7 @@ class Change(NamedTuple):
     def names(self) -> Collection[str]:
         """The tensors that it changes."""
         first = self.arguments[0]
-        return [name for name, _ in first.axes] if isinstance(first, Group) else first
+        return [name for name, _ in first.axes] if isinstance(first, AxisGroup) else first
 
     def apply(self, hypothesis: Hypothesis) -> None:
         self.method(hypothesis, *self.arguments)
@@ -103,7 +103,7 @@ class Proposals:
                     return
 
     def _layout_changes(self, ran: list[str]) -> Iterator[Change]:
-        seen: set[Group] = set()
+        seen: set[AxisGroup] = set()
         for module in ran:
             own = set(self.hypothesis.own(module))
             for group in self.hypothesis.groups:
@@ -115,7 +115,7 @@ class Proposals:
                     if layout != self.hypothesis.assumed[name].layouts[axis]:
                         yield Change(f"{group.key} in {_layout_words(layout)}", Hypothesis.choose, (group, layout))
 
-    def _layouts(self, group: Group) -> Iterator[Layout]:
+    def _layouts(self, group: AxisGroup) -> Iterator[Layout]:
         n, w = group.narrow, group.wide
         if w % n == 0:
             # a few sections, or entry by entry: these say the same at other sizes

@@ -20,7 +20,7 @@ from mupscale._torch import tree_leaves
 from mupscale.checks.comparison import named_gradients, weighted_sum
 from mupscale.checks.precision import Precision
 from mupscale.checks.recording import generators_kept
-from mupscale.checks.trace import Call, Kind, floats_of, hooked, watched
+from mupscale.checks.trace import Call, EventKind, floats_of, hooked, watched
 from mupscale.checks.weights import copy_to_compare
 from mupscale.errors import UserError, one_line
 from mupscale.text_tables import starred
@@ -190,7 +190,7 @@ def _recorded_layers(twin: nn.Module, lists: Sequence[str], call: Call) -> dict[
     answer = {name: [_Layer(each, twin.get_submodule(each)) for each in _layer_names(twin, name)] for name in lists}
     by_name = {layer.name: layer for layers in answer.values() for layer in layers}
 
-    def note(name: str, kind: Kind, values: Any) -> None:
+    def note(name: str, kind: EventKind, values: Any) -> None:
         if kind == "begins" and name in by_name:
             by_name[name].inputs.append(_copy_inputs(values, twin))
 

@@ -18,22 +18,22 @@ from mupscale.widening.plan_text import Plan
 from mupscale.widening.table import Side
 from mupscale.widening.write import widen_
 
-Place = tuple[str, int]
+NamedAxis = tuple[str, int]
 """The name of a tensor, and one of its axes."""
 
 
 @dataclass(frozen=True)
-class Group:
+class AxisGroup:
     """Axes of one module, and of the same module in other layers, that hold the same units."""
 
     key: str
     """The module's name, with a star for every number; of a module of unknown type, its tensor's and the axis."""
     narrow: int
     wide: int
-    axes: tuple[Place, ...]
+    axes: tuple[NamedAxis, ...]
 
 
-State = tuple[dict[str, Growth], frozenset[Place]]
+State = tuple[dict[str, Growth], frozenset[NamedAxis]]
 """What is assumed, and which layouts were chosen."""
 
 
@@ -47,7 +47,7 @@ class Hypothesis:
         own = unsaved_buffers(wide)
         self.buffers = {name: (a, b) for name, a, b in self.pairing.buffers if name not in own}
         self.assumed: dict[str, Growth] = {}
-        self.pinned: frozenset[Place] = frozenset()
+        self.pinned: frozenset[NamedAxis] = frozenset()
         """Axes whose layout was chosen; those of others follow from what their module reads."""
         for use in self.pairing.uses:
             shapes = use.narrow_shape, use.wide_shape
@@ -73,7 +73,7 @@ class Hypothesis:
                 self.assumed[name] = entry
                 self.pinned |= {(name, axis) for axis in range(len(entry.axes))}
 
-    def choose(self, group: Group, layout: Layout) -> None:
+    def choose(self, group: AxisGroup, layout: Layout) -> None:
         for name, axis in group.axes:
             self._lay_out(name, axis, layout)
         self.pinned |= set(group.axes)
@@ -140,9 +140,9 @@ class Hypothesis:
         held = self.narrow.get_submodule(module).named_parameters(recurse=False, remove_duplicate=False)
         return [first[f"{module}.{attribute}".removeprefix(".")] for attribute, _ in held]
 
-    def _groups(self) -> Iterator[Group]:
-        found: dict[tuple[str, int, int], list[Place]] = {}
-        read: dict[tuple[str, int, int], list[Place]] = {}
+    def _groups(self) -> Iterator[AxisGroup]:
+        found: dict[tuple[str, int, int], list[NamedAxis]] = {}
+        read: dict[tuple[str, int, int], list[NamedAxis]] = {}
         for name in (*self.uses, *self.buffers):
             use, assumed = self.uses.get(name), self.assumed[name]
             for axis in assumed.growing:
@@ -157,7 +157,7 @@ class Hypothesis:
                 key = starred(owner) if known else f"{starred(name)}, axis {axis}"
                 found.setdefault((key, n, w), []).append((name, axis))
         for (key, n, w), axes in {**found, **read}.items():
-            yield Group(key, n, w, tuple(axes))
+            yield AxisGroup(key, n, w, tuple(axes))
 
 
 def entries_grow_by(growth: Growth) -> float:

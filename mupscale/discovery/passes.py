@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mupscale._torch import is_under_transform
 from mupscale.checks.comparison import Match, Planned, match, named_gradients, weighted_sum
 from mupscale.checks.recording import state_kept
-from mupscale.checks.trace import Call, Event, Kind, floats_of, match_all, tensors_of, watched
+from mupscale.checks.trace import Call, Event, EventKind, floats_of, match_all, tensors_of, watched
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
 from mupscale.errors import UserError
 from mupscale.widening.growth import Layout, Piece, wide_length
@@ -135,7 +135,7 @@ class Recording:
     def outputs(self) -> list[Tensor]:
         return self.events[-1].tensors
 
-    def _note(self, name: str, kind: Kind, values: Any) -> None:
+    def _note(self, name: str, kind: EventKind, values: Any) -> None:
         self.events.append(Event(name, kind, _copies(values)))
         self.made.append([])
 
@@ -180,7 +180,7 @@ def compare(
             outcome.operations = _operations(narrow.made[outcome.agreed], made, tolerance, planned)
         raise _Stop
 
-    def note(name: str, kind: Kind, values: Any) -> None:
+    def note(name: str, kind: EventKind, values: Any) -> None:
         index = outcome.agreed
         if index >= len(narrow.events) or (narrow.events[index].name, narrow.events[index].kind) != (name, kind):
             differs("the two models call different modules")
@@ -221,7 +221,7 @@ def _operations(narrow: list[Tensor], wide: list[Tensor], tolerance: float, plan
     return min(len(narrow), len(wide))
 
 
-def _shown(name: str, kind: Kind) -> str:
+def _shown(name: str, kind: EventKind) -> str:
     if kind == "returns":
         return "call(model)"
     return repr(name) if name else "the model"

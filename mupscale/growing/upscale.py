@@ -165,7 +165,7 @@ def _continues(
     return check_step(narrow, wide, optimizers, call, plan, method=method).exact is True
 
 
-PRESERVED = {"float64": 1e-9, "float32": 1e-4}
+LARGEST_ROUNDING = {"float64": 1e-9, "float32": 1e-4}
 """The change of outputs that is rounding."""
 
 
@@ -206,14 +206,14 @@ def _change_by_noise(
         return change_of_outputs(narrow, wide, plan, call, precision, noise=of_noise, seed=seed, prepare=prepare)
 
     by = change(noise)
-    if by <= PRESERVED[precision]:
+    if by <= LARGEST_ROUNDING[precision]:
         return 0.0, []
     noisy = [name for name, entry in plan.parameters.items() if noise.applies(entry) and entry.is_copied]
     alone = []
     for name in noisy[:_MOST_TRIED]:
         of_one = copy.copy(noise)
         of_one.where = dict.fromkeys(noisy, False) | {name: True}
-        if change(of_one) > PRESERVED[precision]:
+        if change(of_one) > LARGEST_ROUNDING[precision]:
             alone.append(name)
     return by, alone or noisy
 

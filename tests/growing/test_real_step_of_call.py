@@ -334,3 +334,13 @@ def test_a_growing_parameter_without_gradient_and_effect_leaves_it_unknown(
     report = grown(layers(forward, further=lambda n: nn.Linear(n, n)))
     assert report.exact is exact
     assert ("so untested: 'further.weight'" in report.check) is (exact is None)
+
+
+@pytest.mark.parametrize(("width", "uneven"), [(16, False), (12, True)])
+def test_outputs_that_grow_are_a_note(width: int, uneven: bool):
+    narrow, wide = (layers(lambda s, x: torch.tanh(s.b(torch.tanh(s.a(x)))))(n) for n in (8, width))
+    report = mupscale.upscale(narrow, wide, call=lambda model: model(VECTORS[5]))
+    note = next(
+        note for note in report.notes if f"returns grows (5, 8) → (5, {width}), by copies of its entries" in note
+    )
+    assert ("of some more than of others, so a mean over them is another one" in note) is uneven
