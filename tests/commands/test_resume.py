@@ -200,7 +200,7 @@ def test_other_checkpoint_callbacks_continue_from_another_folder(
 
 @pytest.mark.slow
 def test_two_runs_with_one_folder_for_checkpoints(tmp_path: Path) -> None:
-    paths = [config(tmp_path / name, upscale(4, 16), upscale(8, width)) for name, width in (("a", 32), ("b", 48))]
+    paths = [config(tmp_path / name, upscale(4, width)) for name, width in (("a", 16), ("b", 24))]
     for path in paths:
         main(["fit", "--config", path])
     shared = ["--checkpoint.dirpath=shared"]
