@@ -24,7 +24,7 @@ from mupscale.checks.weights import perturb_
 from mupscale.errors import UserError, one_line, refuse_unless_whole
 from mupscale.hf.config import BY_LAYER, fields_of, is_count, parts
 from mupscale.hf.config_shrunken import shrunken
-from mupscale.hf.family import RELOADED, Family, on_cpu
+from mupscale.hf.family import RELOADED, Family, on_cpu, on_meta
 from mupscale.hf.forward_pass import default_call, difference, quiet
 from mupscale.hf.in_memory import wide_model
 from mupscale.hf.inputs import field
@@ -225,7 +225,10 @@ class MixtureGrowth:
         family = Family()
         narrow: Any = float64_copy(family.small_model(small)).eval()
         perturb_(narrow)
-        wide: Any = float64_copy(family.small_model(self.config(small))).eval()
+        target = self.config(small)
+        # what does not fit is refused before it takes memory: fields of other names leave the defaults of a release
+        self.recipes(narrow, on_meta(self.model_class(type(narrow)), target))
+        wide: Any = float64_copy(family.small_model(target)).eval()
         _spread_chances_(narrow, wide)
         write(narrow, wide, self.recipes(narrow, wide))
         with tempfile.TemporaryDirectory() as folder, quiet():
@@ -236,7 +239,7 @@ class MixtureGrowth:
         if isinstance(found, str) or not found <= RELOADED:
             by = found if isinstance(found, str) else f"logits differ by {100 * found:.2g} %"
             raise UserError(
-                f"a {config.model_type} as a {self.config(small).model_type} with these experts computes something "
+                f"a {config.model_type} as a {target.model_type} with these experts computes something "
                 f"else ({by} in a small model, after loading)"
             )
         return found

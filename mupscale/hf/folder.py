@@ -353,19 +353,24 @@ def _model_class(
 
 
 def _class_with(tensors: Collection[str], config: "PretrainedConfig") -> str | None:
-    """The name of the class whose parameters are called as the tensors of a folder are."""
+    """The name of the class that transformers saves, or saved, as tensors of these names; a head before its base."""
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.models.auto import modeling_auto
 
     from mupscale.hf.family import on_meta
+    from mupscale.hf.recipes import named_tensors
 
-    kinds = ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
-             "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_PRETRAINING")  # fmt: skip
-    found: dict[str, int] = {}
-    for mapping in (getattr(modeling_auto, f"{kind}_MAPPING_NAMES") for kind in kinds):
+    heads = "MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "PRETRAINING"
+    found: dict[str, tuple[int, int]] = {}
+    for kind in (*(f"MODEL_FOR_{head}" for head in heads), "MODEL"):
+        mapping = getattr(modeling_auto, f"{kind}_MAPPING_NAMES")
         name = mapping.get(config.model_type)
         if isinstance(name, str) and hasattr(transformers, name) and name not in found:
-            found[name] = len(on_meta(getattr(transformers, name), config).state_dict().keys() & set(tensors))
+            model = on_meta(getattr(transformers, name), config)
+            saved = revert_weight_conversion(model, named_tensors(model)).keys()
+            known = (saved | model.state_dict().keys()) & set(tensors)
+            found[name] = len(known), -len(saved - known)
     return max(found, key=lambda name: found[name], default=None)
 
 

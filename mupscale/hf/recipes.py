@@ -73,7 +73,7 @@ class EntryRun:
     def entries(self, read: Callable[["EntryRun"], Tensor]) -> Tensor:
         """The entries of the run, on one axis; `read` gives those of the old tensor."""
         if self.values is not None:
-            return self.values.expand(self.count, self.length).reshape(-1)
+            return self.values.repeat(self.count)
         found = read(self)
         found = found if self.noise is None else self.noise.added(found)
         return found if self.factor == 1 else found * self.factor

@@ -1,6 +1,5 @@
 """A folder with more experts or a larger vocabulary, out of another one, streamed as wider ones are."""
 
-import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -69,7 +68,8 @@ def remake_folder(
             tokens = found if tokens is None else tokens
         assert tokens is not None
         larger = VocabularyGrowth(model, tokens, used, pad_to, new_rows, of_text)
-        recipes = larger.recipes(partial(_read_rows, runs, named_tensors(model)))
+        lengths = {name: tensor.numel() // larger.old_rows for name, tensor in named_tensors(model).items()}
+        recipes = larger.recipes(partial(_read_rows, runs, lengths))
         model = on_meta(narrow.model_class, larger.config())
         runs = _made_of(recipes, runs, model)
         checks.append(f"{larger.tokens} tokens, {larger.rows} rows")
@@ -95,12 +95,11 @@ def remake_folder(
     return FolderReport(out, narrow.size, writer.size, seconds, tuple(checks), notes)
 
 
-def _read_rows(runs: Runs, tables: Mapping[str, Tensor], name: str, first: int, last: int) -> Tensor:
-    """Rows of a stored table."""
-    shape = tables[name].shape[1:]
-    length = math.prod(shape)
+def _read_rows(runs: Runs, lengths: Mapping[str, int], name: str, first: int, last: int) -> Tensor:
+    """Rows of a stored table, of these lengths."""
+    length = lengths[name]
     wanted = resolve([EntryRun(name, (last - first) * length, first * length)], runs)
-    return torch.cat([run.entries(read_run) for run in wanted]).view(-1, *shape)
+    return torch.cat([run.entries(read_run) for run in wanted]).view(-1, length)
 
 
 def _made_of(recipes: Recipes, older: Runs, wide: PreTrainedModel) -> dict[str, tuple[EntryRun, ...]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -67,11 +67,10 @@ def extend_vocabulary(
         pieces: The old tokens of each new one, for `subwords`.
         optimizer: The model's; `Vocabulary.optimizer` continues it: new rows have the median state of seen ones.
     """
-    embedding: Any = model.get_input_embeddings()
-    state = optimizer.state.get(embedding.weight, {}) if optimizer is not None else {}
+    state = optimizer.state.get(embedding_of(model), {}) if optimizer is not None else {}
     growth = VocabularyGrowth(model, tokens, used, pad_to, new_rows, pieces, state.get("exp_avg_sq"))
-    tensors = dict(model.named_parameters())
-    recipes = growth.recipes(lambda name, first, last: tensors[name].detach()[first:last])
+    tensors = named_tensors(model)
+    recipes = growth.recipes(lambda name, first, last: tensors[name].detach().view(growth.old_rows, -1)[first:last])
     wide = wide_model(model, growth.config())
     write(model, wide, recipes)
     made = None if optimizer is None else continued(model, wide, recipes, optimizer)
@@ -80,7 +79,10 @@ def extend_vocabulary(
 
 
 Rows = Callable[[str, int, int], Tensor]
-"""Reads the rows of a table from one number to another."""
+"""Reads the rows of a table from one number to another, each on one axis."""
+
+SAME = 1e-5
+"""By how much old logits may differ, relative to the largest one, since a larger matrix may be multiplied otherwise."""
 
 CHUNK_ROWS = 256
 """How many rows of a table are summed at once."""
@@ -105,9 +107,9 @@ class VocabularyGrowth:
             raise UserError("new_rows: subwords needs a tokenizer, which says what new tokens consist of")
         refuse_unless_whole("tokens", tokens, least=1)
         refuse_unless_whole("pad_to", pad_to, least=1)
-        self.model, self.tokens, self.tables = model, tokens, _vocabulary_parameters(model)
-        embedding: Any = model.get_input_embeddings()
-        self.embedding, self.old_rows = embedding.weight, embedding.weight.shape[0]
+        self.model, self.tokens, self.tables = model, tokens, _tables(model)
+        self.embedding = embedding_of(model)
+        self.old_rows = self.embedding.shape[0]
         self.used = self.old_rows if used is None else used
         if not 0 < self.used <= self.old_rows or tokens <= self.used:
             raise UserError(
@@ -121,21 +123,21 @@ class VocabularyGrowth:
         return _with_rows(self.model.config, self.old_rows, self.rows)
 
     def recipes(self, rows: Rows) -> dict[str, Recipe]:
-        answer = {name: copy_of(name, tensor) for name, tensor in named_tensors(self.model).items()}
-        parameters = dict(self.model.named_parameters())
+        tensors = named_tensors(self.model)
+        answer = {name: copy_of(name, tensor) for name, tensor in tensors.items()}
         for name in self.tables:
-            table = parameters[name]
+            table = tensors[name]
             pieces = self.pieces if table is self.embedding else {}
             answer[name] = self._recipe(name, table.numel() // self.old_rows, pieces, rows)
         return answer
 
     def _recipe(self, name: str, length: int, pieces: Mapping[int, Sequence[int]], rows: Rows) -> Recipe:
         """New rows from `used` to `tokens`, old padding behind them, and padding with the same row."""
-        row = _mean(name, self.basis, rows).reshape(-1)
+        row = _mean(name, self.basis, rows)
         runs = [EntryRun(name, self.used * length)]
         for token in range(self.used, self.tokens):
             if pieces.get(token):
-                own = _mean(name, torch.tensor(list(pieces[token])), rows).reshape(-1)
+                own = _mean(name, torch.tensor(list(pieces[token])), rows)
                 runs.append(EntryRun(None, length, values=own))
             elif runs[-1].values is row:
                 runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
@@ -150,15 +152,20 @@ class VocabularyGrowth:
 
     @torch.no_grad()
     def compare(self, narrow: Any, wide: Any) -> tuple[float, str]:
-        """By how much the normaliser grows, and whether the logits of old tokens stay, in words."""
+        """By how much the normaliser grows, and whether the logits of old tokens stay, in words; else a UserError."""
         modes = narrow.training, wide.training
-        inputs = arguments_of(narrow)
+        inputs = {
+            name: value % self.used if name.endswith("input_ids") else value  # rows of padding do not stay
+            for name, value in arguments_of(narrow).items()
+        }
         before, after = (logits_of(model.eval()(**inputs)) for model in (narrow, wide))
         for model, mode in zip((narrow, wide), modes, strict=True):
             model.train(mode)
         if not isinstance(before, Tensor) or before.shape[-1] != self.old_rows:
             return math.nan, "this model returns no logits: nothing was compared"
         largest = float((after[..., : self.used] - before[..., : self.used]).abs().max())
+        if not largest <= SAME * float(before.abs().max()):
+            raise UserError(f"vocab: logits of old tokens change by {largest:.1e}; nothing was written")
         sums = [logits.double().logsumexp(-1) for logits in (before[..., : self.used], after[..., : self.tokens])]
         shift = float((sums[1] - sums[0]).mean())
         same = "the same, bit for bit" if largest == 0 else f"the same up to {largest:.1e}"
@@ -184,18 +191,30 @@ def _median_of_seen(old: Tensor, power: int) -> Tensor:
     return old[seen].median(0).values
 
 
-def _vocabulary_parameters(model: PreTrainedModel) -> list[str]:
-    """The names of the embedding and of what reads it out; a UserError if a vocabulary has further tables."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    embedding: Any = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    modules = [module for module in (embedding, head) if module is not None]
-    found = [names[id(parameter)] for module in modules for parameter in module.parameters() if id(parameter) in names]
-    rows = embedding.weight.shape[0]
-    others = [name for name, parameter in model.named_parameters() if name not in found and rows in parameter.shape]
-    if others:
-        raise UserError(f"vocab: {others[0]!r} has an entry for each token too, and how it grows is not known")
-    return list(dict.fromkeys(found))
+def embedding_of(model: PreTrainedModel) -> Tensor:
+    """The table with a row for each token; a UserError if the model reads no tokens."""
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        raise UserError(f"vocab: a {type(model).__name__} has no table with a row for each token")
+    return embedding.weight
+
+
+def _tables(model: PreTrainedModel) -> list[str]:
+    """The names of the embedding, of what reads it out, and of saved biases of logits.
+
+    Raises a UserError if a vocabulary has further tables.
+    """
+    tensors, rows = named_tensors(model), embedding_of(model).shape[0]
+    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    own = {id(parameter) for module in modules for parameter in module.parameters()}
+    found = []
+    for name, tensor in tensors.items():
+        is_bias = not isinstance(tensor, nn.Parameter) and tensor.numel() == rows  # BART's
+        if id(tensor) in own or is_bias:
+            found.append(name)
+        elif rows in tensor.shape:
+            raise UserError(f"vocab: {name!r} has an entry for each token too, and how it grows is not known")
+    return found
 
 
 def _rarest(used: int, squares: Tensor | None) -> Tensor:

@@ -183,6 +183,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any]]] = {
     "other norms": ("olmo", "olmoe", {}),
     "biases": ("llama", "mixtral", {"attention_bias": True}),
     "fused": ("phi3", "mixtral", {}),
+    "other names of fields": ("gpt2", "mixtral", {"n_embd": 32, "n_head": 4, "n_layer": 2}),
     "a parallel block": ("cohere", "cohere2_moe", {}),
     "sliding windows": ("qwen3", "qwen3_moe", {
         "use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],

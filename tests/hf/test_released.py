@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from model_folders import llama, load, logits, names, save
+from model_folders import edit, llama, load, logits, names, save
 from safetensors.torch import load_file, save_file
 from zoo_images import FAMILIES, images_trial
 
@@ -111,18 +111,22 @@ def test_a_sentence_encoder_keeps_its_modules_and_its_cosines(tmp_path: Path, ca
 def test_a_tied_model_without_architectures_grows_with_its_head(tmp_path: Path) -> None:
     """The names of its tensors say which class it is of."""
     narrow = save(llama(tie_word_embeddings=True), tmp_path / "narrow")
-    settings = json.loads((narrow / "config.json").read_text())
-    del settings["architectures"]
-    (narrow / "config.json").write_text(json.dumps(settings))
+    edit(narrow / "config.json", architectures=None)
     assert read_folder(narrow).model_class is hf.LlamaForCausalLM
     wide = upscale(narrow)
     torch.testing.assert_close(logits(load(wide)), logits(load(narrow)), rtol=0, atol=1e-6)
     assert json.loads((wide / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     base = save(load(narrow).model, tmp_path / "base")
-    settings = json.loads((base / "config.json").read_text())
-    del settings["architectures"]
-    (base / "config.json").write_text(json.dumps(settings))
+    edit(base / "config.json", architectures=None)
     assert read_folder(base).model_class is hf.LlamaModel
+
+
+def test_a_class_is_found_by_the_names_that_transformers_saves(tmp_path: Path) -> None:
+    """Qwen2-VL is saved under other names than it has; its base has the same ones but for the head."""
+    for model_class in (hf.Qwen2VLForConditionalGeneration, hf.Qwen2VLModel):
+        folder = save(model_class(shrunken(FAMILIES["qwen2_vl"][1]())), tmp_path / model_class.__name__)
+        edit(folder / "config.json", architectures=None)
+        assert read_folder(folder).model_class is model_class
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from model_folders import llama, load, save
 
 import mupscale.hf
@@ -93,6 +94,41 @@ def test_padding_is_used_first_and_subwords_are_averaged() -> None:
 def test_refusals(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         mupscale.hf.extend_vocabulary(llama(), **arguments)
+
+
+def test_a_model_that_reads_no_tokens_is_refused() -> None:
+    model = hf.ViTModel(hf.ViTConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8))
+    with pytest.raises(UserError, match="a ViTModel has no table with a row for each token"):
+        mupscale.hf.extend_vocabulary(model, 80)
+
+
+BIASED = {
+    "a head with a bias": lambda: hf.GPTJForCausalLM(
+        hf.GPTJConfig(n_embd=32, n_head=4, n_layer=1, rotary_dim=4, vocab_size=64, bos_token_id=1, eos_token_id=2)
+    ),
+    "a bias that is no parameter": lambda: hf.BartForConditionalGeneration(
+        hf.BartConfig(
+            d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=64,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BIASED)
+def test_a_bias_of_each_token_grows(case: str, tmp_path: Path) -> None:
+    """In a folder as by the library; inputs have no row of padding, which new tokens take."""
+    model: Any = BIASED[case]().eval()
+    biases = [x for name, x in model.state_dict().items() if name in ("lm_head.bias", "final_logits_bias")]
+    biases[0].copy_(torch.linspace(-1, 1, 64))
+    larger = mupscale.hf.extend_vocabulary(model, 70, used=60)
+    assert "logits of the 60 old tokens are the same" in larger.check
+    save(model, tmp_path / "narrow")
+    report = mupscale.hf.remake_folder(tmp_path / "narrow", tmp_path / "wide", tokens=70)
+    assert "logits of the 64 old tokens are the same" in str(report)
+    loaded = type(model).from_pretrained(tmp_path / "wide").state_dict()
+    for name, tensor in mupscale.hf.extend_vocabulary(model, 70).model.state_dict().items():
+        assert torch.equal(loaded[name], tensor), name
 
 
 @pytest.mark.slow
