@@ -2,27 +2,21 @@
 
 import sys
 
-from mupscale.commands.experiment import Make, conduct, parser, read, study_of
-from mupscale.commands.lab.execution import goes_on_when_repeated, refuse_options
+from mupscale.commands import experiment
 from mupscale.errors import UserError
 
 
 def run(
     name: str,
     description: str | None,
-    make: Make,
+    make: experiment.Make,
     required: tuple[str, ...],
     optional: tuple[str, ...],
     arguments: list[str] | None = None,
 ) -> None:
     """Makes an experiment of this module in the folder --out; run the same command again to continue."""
-    options, rest = parser(f"python -m experiments.{name}", description).own_and_other(
-        sys.argv[1:] if arguments is None else arguments
-    )
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        refuse_options(options)
-        content = read(options.file, required, optional)
-        with goes_on_when_repeated():
-            conduct(study_of(options, rest, content), make, content, only_plan=options.plan)
+        experiment.run(f"python -m experiments.{name}", description, make, required, optional, given)
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -279,25 +279,35 @@ def parser(prog: str, description: str | None) -> ArgumentParser:
     return answer
 
 
-def study_of(options: argparse.Namespace, rest: list[str], content: dict[str, Any]) -> Study:
-    how = {key: value for key, value in vars(options).items() if key not in ("file", "out", "plan")}
-    chosen = tuple(f"--{key}={value}" for key, value in how.items() if value is not None)
-    out = options.out or Path("runs/experiments") / options.file.stem
-    return Study(out, content["config"], tuple(rest), chosen, content.get("metric", "last_epoch"))
-
-
-def main(command: str, arguments: list[str]) -> None:
-    options, rest = parser("python -m mupscale experiment", __doc__).own_and_other(arguments)
+def run(
+    prog: str,
+    description: str | None,
+    make: Make,
+    required: tuple[str, ...],
+    optional: tuple[str, ...],
+    arguments: list[str],
+) -> Study | None:
+    """Makes what a file with these keys describes, or goes on with it; None if it was only planned."""
+    options, rest = parser(prog, description).own_and_other(arguments)
     refuse_options(options)
     with needs_extra("experiment"), without_collections():
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
         import pandas  # noqa: F401
-    content = read(options.file, REQUIRED, OPTIONAL)
-    study = study_of(options, rest, content)
+    content = read(options.file, required, optional)
+    how = {key: value for key, value in vars(options).items() if key not in ("file", "out", "plan")}
+    chosen = tuple(f"--{key}={value}" for key, value in how.items() if value is not None)
+    out = options.out or Path("runs/experiments") / options.file.stem
+    study = Study(out, content["config"], tuple(rest), chosen, content.get("metric", "last_epoch"))
     with goes_on_when_repeated():
-        if not conduct(study, procedure, content, only_plan=options.plan):
-            return
+        return study if conduct(study, make, content, only_plan=options.plan) else None
+
+
+def main(command: str, arguments: list[str]) -> None:
+    study = run("python -m mupscale experiment", __doc__, procedure, REQUIRED, OPTIONAL, arguments)
+    if study is None:
+        return
+    with goes_on_when_repeated():
         from mupscale.commands.reporting import write_report
 
         write_report([study.out], study.out / "report")

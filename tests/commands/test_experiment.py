@@ -38,7 +38,7 @@ def values(out: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_the_whole_procedure(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_procedure_and_again_killed_twice(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--data.batch_size=900"]
     main(["experiment", file(described(trainer={"precision": "64-true"})), *options])
     output = capfd.readouterr().out
@@ -73,32 +73,19 @@ def test_the_whole_procedure(capfd: pytest.CaptureFixture[str]) -> None:
     lines = capfd.readouterr().out.splitlines()
     assert lines == [f"{name}: finished" for name in ("sweep_1", "base", "scratch", "sweep_2", "upscale")]
 
-    main(["experiment", "e.yaml", *options, "--out", "apart", "--stack", "off"])
-    assert values(Path("apart")) == pytest.approx(values(OUT), rel=1e-10)
-
-
-@pytest.mark.slow
-def test_a_killed_experiment_goes_on_to_the_same_numbers() -> None:
-    """Killed in a sweep, and in the last runs; nothing that is finished is made again."""
-    file(described(seeds=[3], trainer={"max_steps": 60}))
-    arguments = ["experiment", "e.yaml", "--stack", "off", "--checkpoint.every_n_train_steps=10"]
-    main([*arguments, "--out", "undisturbed"])
+    # one run after another, and killed in a sweep, and in the last runs: nothing that is finished is made again
+    arguments, apart = ["experiment", "e.yaml", *options, "--out", "apart", "--stack", "off"], Path("apart")
     done: dict[Path, int] = {}
     for part in ("sweep_2/trials", "upscale/trials"):
         process = start_fork(lambda: main(arguments))
-        folder = OUT / part
-
-        def has_begun(folder: Path = folder) -> bool:
-            return any(folder.glob("*/checkpoints/*.ckpt"))
-
-        wait_until(has_begun)
+        wait_until(lambda folder=apart / part: any(folder.glob("*/checkpoints/*.ckpt")))
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         assert {path: path.stat().st_mtime_ns for path in done} == done
-        done = {path: path.stat().st_mtime_ns for path in OUT.rglob("result.json")}
+        done = {path: path.stat().st_mtime_ns for path in apart.rglob("result.json")}
     main(arguments)
     assert {path: path.stat().st_mtime_ns for path in done} == done
-    assert values(OUT) == values(Path("undisturbed"))
+    assert values(apart) == pytest.approx(values(OUT), rel=1e-10)
 
 
 def test_without_sweep_1_a_small_base_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
