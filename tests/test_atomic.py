@@ -3,13 +3,15 @@
 import ast
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import small
 from paths import ROOT
+from program_server import CORE_ONLY
 from programs import run_program
 
 from mupscale.atomic import (
@@ -177,39 +179,36 @@ OWN_FOLDER = {
 """What writes to a folder that it has just made, or to /dev/null."""
 
 
-def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    """The calls of `name(...)` and `something.name(...)` in a module, by name."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Call):
-            yield getattr(node.func, "attr", getattr(node.func, "id", "")), node
-
-
-def sources() -> Iterator[tuple[str, Path]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), path
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """The calls of `name(...)` and `something.name(...)` in all modules: the file, the name and the call."""
+    found = []
+    for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                found.append((str(path.relative_to(ROOT)), name, node))
+    return found
 
 
 def test_files_are_opened_to_write_in_one_place() -> None:
     """`replacing` and its like do it; "xb" never follows a link."""
     found = set()
-    for name, path in sources():
-        for call, node in calls_in(path):
-            values = [each.value for each in node.args if isinstance(each, ast.Constant)]
-            opens = call == "open" and any(value in ("w", "wb", "a", "ab", "r+b", "w+", "a+") for value in values)
-            writes = call in ("write_text", "write_bytes") and isinstance(node.func, ast.Attribute)
-            if opens or writes:
-                found.add(name)
+    for name, call, node in calls():
+        values = [each.value for each in node.args if isinstance(each, ast.Constant)]
+        opens = call == "open" and any(value in ("w", "wb", "a", "ab", "r+b", "w+", "a+") for value in values)
+        writes = call in ("write_text", "write_bytes") and isinstance(node.func, ast.Attribute)
+        if opens or writes:
+            found.add(name)
     assert found == OWN_FOLDER
 
 
 def test_every_text_is_utf_8_whatever_the_locale_is() -> None:
     found = []
-    for name, path in sources():
-        for call, node in calls_in(path):
-            is_text = call in ("read_text", "write_text") and isinstance(node.func, ast.Attribute)
-            if is_text and not any(isinstance(each, ast.Constant) and each.value == "utf-8" for each in node.args):
-                found.append(f"{name}:{node.lineno}")
+    for name, call, node in calls():
+        is_text = call in ("read_text", "write_text") and isinstance(node.func, ast.Attribute)
+        if is_text and not any(isinstance(each, ast.Constant) and each.value == "utf-8" for each in node.args):
+            found.append(f"{name}:{node.lineno}")
     assert found == []
 
 
@@ -217,5 +216,5 @@ def test_every_text_is_utf_8_whatever_the_locale_is() -> None:
 def test_a_run_under_an_ascii_locale(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", max_steps=1, limit_val_batches=0)
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    run_program("-m", "mupscale", "fit", "--config", config, variables=ascii_only, cwd=tmp_path)
+    run_program("-m", "mupscale", "fit", "--config", config, variables=ascii_only | CORE_ONLY, cwd=tmp_path)
     assert (tmp_path / "runs/default/version_0/result.json").is_file()
