@@ -246,6 +246,28 @@ def test_stop_on_nan_ends_the_run_and_names_the_last_finite_checkpoint(
     assert step is None or non_finite_in(content) is None
 
 
+@pytest.mark.slow
+def test_a_checkpoint_with_nan_weights_is_passed_over_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The gradient of step 9 overflows, and its loss does not: the weights of the checkpoint after it are NaN."""
+    optimizer_step, steps = MLP.optimizer_step, []
+
+    def overflow(self: MLP, *arguments: Any, **named: Any) -> None:
+        optimizer_step(self, *arguments, **named)
+        steps.append(self.net)
+        if len(steps) == 10:
+            torch.nn.init.constant_(next(self.parameters()), float("nan"))
+
+    monkeypatch.setattr(MLP, "optimizer_step", overflow)
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False)
+    code, line = ended(capfd, "fit", "--config", config, "--stop_on_nan")
+    assert code == 1
+    assert "the training loss is nan at step 10 " in line
+    assert "step=5.ckpt of step 5; delete runs/default/version_0/checkpoints/" in line
+    assert "step=10.ckpt, which has NaN, and go on: python -m mupscale resume runs/default/version_0" in line
+
+
 # --- several processes
 
 
