@@ -24,7 +24,7 @@ from synthetic_runs import (
 
 from mupscale.__main__ import main
 from mupscale.commands import figures
-from mupscale.commands.reporting import flops_text, interval, load_curves, load_runs
+from mupscale.commands.reporting import breakable, flops_text, interval, load_curves, load_runs
 from mupscale.commands.reporting.compare import compare
 from mupscale.commands.reporting.frames import Comparison, Results
 from mupscale.commands.reporting.runs import LoggedRun, windows_of
@@ -63,6 +63,7 @@ def test_a_row_for_each_run() -> None:
     assert runs.samples.tolist() == [200 * 2000.0] * 6
     assert runs.final_loss.tolist() == pytest.approx([1.1, 1.1, 2.2, 2.3, 2.0, 2.1])
     assert not runs.is_tuning.any()
+    assert set(runs.state) == {"finished"}
 
 
 def test_a_row_for_each_point_of_a_curve() -> None:
@@ -208,6 +209,12 @@ def test_intervals() -> None:
     assert interval(compare({0: 1.0, 1: 1.1, 2: 1.2}, {0: 1.3, 1: 1.4, 2: 1.6})) == "+0.333 (+0.19 to +0.48)"
     assert interval(compare({0: 1.5}, {0: 1.0})) == "-0.5"
     assert interval(compare({}, {})) == "—"
+    assert interval(compare({0: 1.0, 1: 30.0}, {0: 1.0, 1: 1.0})) == "-14.5 (-199 to +170)"
+
+
+def test_cells_break_before_brackets_and_the_last_folder() -> None:
+    cells = "0.5 (0.4 to 0.6)", "runs/a/<b>"
+    assert [breakable(cell) for cell in cells] == ["0.5 <wbr>(0.4 to 0.6)", "runs/a/<wbr>&lt;b&gt;"]
 
 
 # --- the page
@@ -222,6 +229,9 @@ def test_the_page() -> None:
     rows = page.table("")
     assert rows[0][:2] == ["upscaled", "2"]
     assert rows[0][2] == "2.00 PFLOPs"
+    keys = [row[0] for row in page.table("key")]
+    assert "model.optimizer.lr" in keys
+    assert "UpscaleCallback.lr" not in keys, "it is None, and others do not have it"
     names = sorted(path.name for path in Path("report").iterdir())
     plots = [f"training_loss_{axis}.{kind}" for axis in ("flops", "samples", "steps") for kind in ("pdf", "png")]
     assert {"comparisons.csv", "curves.csv", "index.html", "runs.csv", *plots, "val_accuracy_steps.png"} <= set(names)
@@ -264,10 +274,11 @@ def test_growth_is_marked_on_every_axis(monkeypatch: pytest.MonkeyPatch) -> None
         figures, "bands", lambda path, bands, *_: drawn.append((path.name, bands)) or [figures_file(path)] * 2
     )
     swap = {"class_path": "mupscale.callbacks.upscale.UpscaleCallback", "init_args": {"at_step": 100, "width": 2000}}
-    values = {"trainer.callbacks": [swap]}
-    write_run(Path("runs/a"), epochs(1.0), flops=lambda step: step * 1e12, values=values, grown={100: 2000})
+    values = {"trainer.callbacks": [swap], "trainer.max_steps": 200, "trainer.max_epochs": -1}
+    once = {"steps_per_epoch": 200, "validation": accuracy(0.75)}
+    write_run(Path("runs/a"), [1.0], flops=lambda step: step * 1e12, values=values, grown={100: 2000}, **once)
     report()
-    marks = {name: bands[0].marks for name, bands in drawn}
+    marks = {name: bands[0].marks for name, bands in drawn}  # none of a metric that has one value
     assert marks == {
         "training_loss_steps": [100.0], "training_loss_samples": [200_000.0], "training_loss_flops": [1e14],
     }  # fmt: skip
