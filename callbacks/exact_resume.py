@@ -46,8 +46,8 @@ class ExactResume(Callback):
     (validation, plateau schedulers, the end of the epoch); this callback catches up on it.
 
     Its saved state: for every rank, the random number generators and its place in the training data; what `self.log`
-    has still to log of a step or an epoch; the metrics that schedulers and callbacks monitor; and whether the run is
-    finished.
+    has still to log of a step or an epoch; the metrics that schedulers and callbacks monitor; whether the run is
+    finished, and how long it was to be: one that was stopped early stays so, unless that is changed.
     """
 
     def __init__(self) -> None:
@@ -84,6 +84,7 @@ class ExactResume(Callback):
             "to_log": on_host(values_to_log(trainer)),
             "should_stop": trainer.should_stop,
             "finished": self.finished,
+            "length": length_of(trainer),
             "failed": self.failed,
         }
 
@@ -93,7 +94,7 @@ class ExactResume(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with interpreting("ExactResume in the checkpoint"):
-            self.loaded = {key: state_dict[key] for key in ("should_stop", "finished")}
+            self.loaded = {key: state_dict[key] for key in ("should_stop", "finished", "length")}
             self.loaded["generators"] = [dict(generators) for generators in state_dict["generators"]]
             for key in ("metrics", "to_log"):
                 self.loaded[key] = {name: torch.as_tensor(value) for name, value in state_dict[key].items()}
@@ -115,7 +116,8 @@ class ExactResume(Callback):
                     set_rng_state(generators, pl_module.device)
             metrics = {name: value.to(pl_module.device) for name, value in self.loaded["metrics"].items()}
             update_callback_metrics(trainer, metrics)
-            trainer.should_stop = self.loaded["should_stop"] and not self.loaded["finished"]
+            goes_beyond = self.loaded["finished"] and self.loaded["length"] != length_of(trainer)
+            trainer.should_stop = self.loaded["should_stop"] and not goes_beyond
             to_log, self.loaded = self.loaded["to_log"], None
             finish_loaded_step(trainer, to_log)
 
@@ -286,6 +288,10 @@ def training_data(trainer: Trainer) -> TrainingData | None:
     return loader if isinstance(loader, TrainingData) else None
 
 
+def length_of(trainer: Trainer) -> list[int | None]:
+    return [trainer.max_steps, trainer.max_epochs]
+
+
 def is_between_epochs(trainer: Trainer) -> bool:
     """Whether the next batch of a run, which may have been loaded just now, is the first of an epoch."""
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -309,25 +315,23 @@ class OwnNumbers:
         return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
     def swap(self, *_: object) -> None:
-        others = self.get()
-        for put, state in zip((torch.set_rng_state, np.random.set_state, random.setstate), self.states, strict=True):
-            put(state)
-        self.states = others
+        (of_torch, of_numpy, of_python), self.states = self.states, self.get()
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
     __enter__ = __exit__ = swap
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The states of the global random number generators, as tensors and primitives."""
-    version, internal, gauss = random.getstate()
-    generator = np.random.get_state(legacy=True)
-    assert isinstance(generator, tuple)
-    name, keys, position, has_gauss, cached = generator
+    of_numpy: Any = np.random.get_state()
+    name, keys, *rest = of_numpy
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "python": [version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss],  # torch.tensor takes long
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
     }
 
 
@@ -335,14 +339,8 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(integers(internal)), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(integers(keys), dtype=np.uint32), *rest))
-
-
-def integers(tensor: Tensor) -> list[int]:
-    return [int(x) for x in tensor.tolist()]
+    random.setstate(state["python"])
+    np.random.set_state(tuple(state["numpy"]))
 
 
 # --- the step of a checkpoint

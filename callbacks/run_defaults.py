@@ -95,8 +95,9 @@ class RefuseUsedFolder(Callback):
         self._identify(trainer, trainer.strategy.broadcast(uuid.uuid4().hex))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if Path(str(trainer.ckpt_path)).resolve().is_relative_to(self.folder.resolve()):
-            self._identify(trainer, run_in(checkpoint)["id"])
+        identity = run_in(checkpoint).get("id")
+        if identity is not None and Path(str(trainer.ckpt_path)).resolve().is_relative_to(self.folder.resolve()):
+            self._identify(trainer, identity)
 
     def _identify(self, trainer: Trainer, identity: str) -> None:
         for policy in callbacks_in(trainer, RunCheckpoint):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from crashes import kill_and_repeat
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning_modules import EXAMPLES, Autoencoder, rows
 from logged import curves
@@ -168,6 +168,19 @@ def test_checkpoints_that_a_user_keeps_are_those_of_an_uninterrupted_run(tmp_pat
 class Validated(Autoencoder):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/loss", Autoencoder.training_step(self, batch, batch_idx))
+
+
+def test_a_run_that_was_stopped_early_stays_so_when_its_script_starts_again(tmp_path: Path) -> None:
+    """Unless it is to be longer."""
+    ends = []
+    for steps in (40, 40, 50):
+        stop = EarlyStopping("val/loss", patience=1, min_delta=10, check_on_train_epoch_end=False)
+        settings = run_settings(tmp_path / "run", stop, enable_progress_bar=False, val_check_interval=3)
+        trainer = Trainer(accelerator="cpu", precision="64-true", max_steps=steps, **settings)
+        data = DataLoader(TensorDataset(*rows("points", 8 * 6)), 8)
+        trainer.fit(Validated(), data, data, ckpt_path="last")
+        ends.append(trainer.global_step)
+    assert ends == [6, 6, 9]
 
 
 def test_no_checkpoint_for_resuming_is_of_an_open_accumulation_window(tmp_path: Path) -> None:
