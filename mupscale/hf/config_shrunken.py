@@ -41,12 +41,13 @@ _PATCH, _SIDE = 4, 4
 _STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
 _TOKEN = re.compile(r"(.*_)?token_(ids?|index)|.*_(bos|eos|pad)_id|(begin_)?suppress_tokens|(tag|subs)_pad_id")
 _CAPS = {
-    r"(.*_)?max_.*position.*|n_positions|n_ctx|max_seq_len|max_(source|target)_.*": 50,
+    r"(.*_)?max_.*position.*|n_positions|n_ctx|max_seq_len|max_(source|target)_.*": 52,
     r"(.*_)?sliding_windows?(_size)?|attention_window(_size)?|(.*_)?chunk_size|(.*_)?local_attention": 4,
     r"block_multiple_of|ffn_round_up_to_multiple_of": 8,
     r"(.*_)?(ssm_)?state_size|(mamba_)?d_state": 4,
 }
-"""The largest values of lengths, windows, multiples and states."""
+"""The largest values of lengths, windows, multiples and states. Lengths are whole groups of four frames of a sound, and
+no multiple of 8, as widths are."""
 _EXPERTS = re.compile(r"(.*_)?num_(local_)?experts|n_routed_experts|(.*_)?n_experts")
 _PER_TOKEN = re.compile(r"(.*_)?(num_experts_per_tok(en)?|moe_topk|moe_k|top_?k(_experts)?|moe_top_k|router_topk)")
 _RANK = re.compile(r"(?!time_step_|mamba_dt_)(.*_)?rank")

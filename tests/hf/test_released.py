@@ -130,7 +130,7 @@ def test_a_class_is_found_by_the_names_that_transformers_saves(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "qwen2_audio"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "qwen2_audio", "voxtral"])
 def test_models_of_images_or_sounds_and_text_are_right_with_them(family: str) -> None:
     outcome = images_trial(family)
     assert outcome.verdict == "exact", str(outcome)

@@ -75,7 +75,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any]]] = {
     "qwen2_audio": ("Qwen2Audio", hf.Qwen2AudioConfig),
     "audioflamingo3": ("AudioFlamingo3", hf.AudioFlamingo3Config),
     "paligemma": ("PaliGemma", hf.PaliGemmaConfig),
-    "voxtral": ("Voxtral", hf.VoxtralConfig),
+    "voxtral": ("Voxtral", lambda: hf.VoxtralConfig(audio_token_id=24)),
     "llava_next": ("LlavaNext", hf.LlavaNextConfig),
     "mllama": ("Mllama", hf.MllamaConfig),
 }
