@@ -238,7 +238,7 @@ class StepCheck:
         return comparing(self.module, wide, stepping.optimizers, plan, masks, partial(self._take, 1.0), **settings)
 
     def _steps(self, compare: Compare, change: Weights, loss_scale: float) -> Steps:
-        """Both steps; without layers that drop units, if the device draws their masks in a way of its own."""
+        """Takes both steps, without layers that drop units if the device draws their masks in a way of its own."""
         take = partial(self._take, loss_scale)
         try:
             steps: Steps = compare(take, change)

@@ -133,9 +133,9 @@ class TokenFile(NamedTuple):
     name: str
     tokens: int
     token_bytes: int | None
-    """None of a file without tokens."""
+    """The size of a token; None for a file without tokens."""
     tokenizer: str | None
-    """None without metadata."""
+    """The name of the tokenizer; None without metadata."""
 
 
 class TokenFolder:

@@ -138,7 +138,7 @@ class Ladder:
         return self.rows * self.context * (6 * matrices + 12 * size.layers * size.width * self.context)
 
     def parameters(self, size: Size) -> int:
-        """All of them, embeddings and readout included."""
+        """The number of all parameters, embeddings and readout included."""
         block = 12 * size.width**2 + 13 * size.width
         return (2 * self.vocabulary + self.context + 2) * size.width + size.layers * block
 

@@ -234,7 +234,7 @@ def fixed_table(ends: Ends) -> str:
 
 
 def rates_table(ends: Ends) -> str:
-    """One seed, at the third budget of each size, or the only one."""
+    """The table of learning rates: one seed, at the third budget of each size, or the only one."""
     rates, rows = sorted({rate for _, rate, _ in ends.fixed}), {}
     for size in ends.sizes:
         curves = [ends.fixed.get((size, rate, 0), {}) for rate in rates]

@@ -27,7 +27,7 @@ class Size(NamedTuple):
 
     width: Width
     layers: Layers | None = None
-    """None of a model that grows in width only."""
+    """The number of layers; None for a model that grows in width only."""
 
     @property
     def arguments(self) -> dict[str, Any]:

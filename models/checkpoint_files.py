@@ -55,7 +55,7 @@ def executor() -> ThreadPoolExecutor:
 
 @cache
 def copy_stream(gpu: torch.device) -> torch.cuda.Stream:
-    """One for all copies to the host: torch gives streams out in turn, in the end that of a capture."""
+    """The stream of all copies to the host: torch gives streams out in turn, in the end that of a capture."""
     return torch.cuda.Stream(gpu)
 
 

@@ -82,7 +82,7 @@ class Scan:
 
 
 class Slopes(NamedTuple):
-    """One layer in one scan; None where there is nothing but zeros."""
+    """The slopes of one layer in one scan; None where there is nothing but zeros."""
 
     output: float | None
     update: float | None
