@@ -451,7 +451,7 @@ class _Check:
         )
 
     def _compared(self, words: str, change: Weights, notes: list[str]) -> tuple[_CallStep, Steps] | None:
-        """Compares both steps with changed weights; returns None if the narrow model cannot run with them, or shows nothing."""
+        """Compares both steps with changed weights; None if the narrow model cannot run with them, or shows nothing."""
         failure: _Fails | None = None
         evaluates = words in IN_EVALUATION
         for vary in (0,) if change is as_they_are or evaluates else (1, -1, 0):
