@@ -115,7 +115,7 @@ def _compare(narrow: ModelFolder, new: Path, wide_class: type[PreTrainedModel], 
         return f"in float32: {larger.compare(*models)[1]}"
     found = largest_difference(narrow.path, new, narrow.model_class, None, {}, wide_class)
     if isinstance(found, str):
-        return found
+        return f"were not compared: {found}"
     precisions = {tensor.dtype for tensor in narrow.tensors.values() if tensor.dtype.is_floating_point}
     if not found <= max([SAME, *(16 * torch.finfo(each).eps for each in precisions - {torch.float32})]):
         raise UserError(f"outputs of the new folder differ by {found:.1e}; nothing was written")

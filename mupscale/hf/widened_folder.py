@@ -500,21 +500,14 @@ def _changed(settings: dict[str, Any], before: dict[str, Any], after: dict[str, 
 
 def _checked_text(job: _Job) -> str:
     tensors, at_once = job.writer.tensors, job.writer.checksums
-    layers = len({_layer(name) for name in tensors})
     filled = [name for name, tensor in tensors.items() if tensor.entry.fill is not None]
     exact = len(tensors) - len({*at_once, *filled})
-    text = f"{exact} tensors of {layers} layers are, byte by byte, the narrow ones duplicated"
+    text = f"{exact} tensors are, byte by byte, the narrow ones duplicated"
     if filled:
         text += f"; {len(filled)} make new layers add nothing"
     if at_once:
         text += f"; {len(at_once)} that were made at once (noise, or the method) are what was written"
     return text
-
-
-def _layer(name: str) -> str:
-    parts = name.split(".")
-    numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
 
 
 def _check_outputs(new: Path, job: _Job, call: Call | None) -> str:

@@ -55,7 +55,7 @@ def test_one_file(narrow: Path, tmp_path: Path, factor: int, capsys) -> None:
     exact = ["--factor", str(factor), "--noise", "none"]
     main(["upscale", str(narrow), *exact, "--out", str(tmp_path / "wide")])
     told = capsys.readouterr()
-    assert "21 tensors of 5 layers are, byte by byte, the narrow ones duplicated" in told.out
+    assert "21 tensors are, byte by byte, the narrow ones duplicated" in told.out
     assert "outputs of both models differ by" in told.out
     wide = load(tmp_path / "wide")
     assert wide.config.hidden_size == 32 * factor
