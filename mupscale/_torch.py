@@ -109,6 +109,13 @@ def gradient_hooks(parameter: Tensor) -> int:
     return sum(len(each) for each in hooks if each)
 
 
+def renew_gradient_hooks_(parameter: Tensor) -> None:
+    """Registers the hooks of a parameter again, which torch keeps but does not call after its memory was swapped."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(parameter, name, None):
+            setattr(parameter, name, getattr(parameter, name))
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more than its `forward`."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
-from mupscale._torch import use_count
+from mupscale._torch import renew_gradient_hooks_, use_count
 from mupscale.errors import UserError
 from mupscale.sharding import is_sharded, largest_of_ranks, local_part
 from mupscale.widening import table
@@ -48,6 +48,7 @@ def materialise_(parameter: nn.Parameter, device: torch.device) -> None:
     real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, real)
+    renew_gradient_hooks_(parameter)
 
 
 def materialise_recurrent_(wide: nn.Module, narrow: nn.Module) -> None:
