@@ -549,8 +549,15 @@ class _Check:
         return ""
 
     def _unlike_attributes(self) -> str:
-        """The numbers in attributes that are others in the wide model, and are no sizes of an axis."""
+        """What differs in the wide model: numbers in attributes that are no sizes of an axis, and kept buffers."""
         after, found = dict(self.wide.named_modules()), []
+        for name in (name for name, entry in self.plan.buffers.items() if entry.kept):
+            both = self.narrow.get_buffer(self.plan.buffers[name].origin), self.wide.get_buffer(name)
+            before, own = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.double() for x in both)
+            matched = match(before, own.to(before.device), 1e-9, self.planned)
+            if matched is None or matched.ratio != 1:
+                numbers = f"{before.item():g} → {own.item():g}, " if before.numel() == own.numel() == 1 else ""
+                found.append(f"{name!r} ({numbers}a buffer that is not saved, so it keeps the wide model's value)")
         for name, module in self.narrow.named_modules():
             other = vars(after[name]) if name in after else {}
             for key, value in attributes_of(module).items():

@@ -82,6 +82,12 @@ REFUSED: dict[str, tuple[Build, str]] = {
         layers(lambda s, x: s.c(torch.tanh(s.b(s.a(x))) * (2 if (counted(s) if s.training else 1) % 6 == 0 else 1))),
         "'t' (5 → 0); a counter has to be set by hand",
     ),
+    "W1 a counter in a buffer that is not saved": (
+        layers(
+            lambda s, x: s.c(torch.tanh(s.b(s.a(x))) * min(1.0, float(s.h.r.add_(s.training)) / 10)), h=buffer(False)
+        ),
+        "'h.r' (6 → 1, a buffer that is not saved, so it keeps the wide model's value); a counter has to be set by",
+    ),
     "W2 a clamp on the norm of activations": (
         layers(lambda s, x: s.c(clamped(s, s.b(torch.tanh(s.a(x)))))), "call(model) returns differs"
     ),
