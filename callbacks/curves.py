@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -193,7 +193,7 @@ class Curves(Callback):
             metrics = {
                 name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
             }
-            self._log_by_cost(trainer, metrics, self.spent)
+            log_by_cost(trainer.loggers, metrics, self.spent)
 
     def _loss_of_step(self, module: LightningModule, outputs: Any) -> Tensor | None:
         """The loss of a batch; without one, the sum of those that manual optimization gave to its backward passes."""
@@ -245,7 +245,7 @@ class Curves(Callback):
         for logger in trainer.loggers:
             # the step whose loss this is, counted from 0
             logger.log_metrics({**values, **throughput}, step=step - 1)
-        self._log_by_cost(trainer, values, spent)
+        log_by_cost(trainer.loggers, values, spent)
 
     def _sees_bad_loss(self, trainer: Trainer, loss: Tensor) -> bool:
         """Whether a loss is not finite, where that can be seen without waiting for a device or for other processes."""
@@ -308,15 +308,6 @@ class Curves(Callback):
                 return math.nan
         return self._flops[kind] * trainer.world_size
 
-    def _log_by_cost(self, trainer: Trainer, values: dict[str, float], spent: dict[str, float]) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):  # other loggers want one axis for all
-                for axis, unit in _AXES.items():
-                    if math.isnan(spent[axis]):
-                        continue
-                    tagged = {tag_in(logger, f"by_{axis}/{name}"): value for name, value in values.items()}
-                    log_scalars(logger, tagged, int(spent[axis] / unit))
-
 
 class RateMonitor(LearningRateMonitor):
     """A LearningRateMonitor that keeps rates on the host: a copy to a GPU would wait for its steps under way."""
@@ -340,6 +331,17 @@ class RateMonitor(LearningRateMonitor):
         if len(trainer.optimizers) > 1 or len(names) != len(optimizer.param_groups):
             return rates_of(self, trainer)
         return dict(zip(names, (float(group["lr"]) for group in optimizer.param_groups), strict=True))
+
+
+def log_by_cost(loggers: Sequence[Logger], values: dict[str, float], spent: dict[str, float]) -> None:
+    """Logs values against samples and FLOPs, where loggers have further axes."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):  # other loggers want one axis for all
+            for axis, unit in _AXES.items():
+                if math.isnan(spent[axis]):
+                    continue
+                tagged = {tag_in(logger, f"by_{axis}/{name}"): value for name, value in values.items()}
+                log_scalars(logger, tagged, int(spent[axis] / unit))
 
 
 @dataclass

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mupscale._torch import tree_map
 from mupscale.atomic import replacing, write_durably, write_text
-from mupscale.callbacks.curves import _AXES as AXES
-from mupscale.callbacks.curves import flops_kind
+from mupscale.callbacks.curves import flops_kind, log_by_cost
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.tensorboard import cut_events, event_files, log_folders, tensorboards
 from mupscale.callbacks.trial_metric import TrialMetric, TrialScore, look_up, untrained_loss, window_of
@@ -161,10 +160,7 @@ class StackedRun:
         """Logs values after a step, against the steps and against what they cost."""
         for logger in self.loggers:
             logger.log_metrics(values, step=step - 1)
-            for axis, unit in AXES.items():
-                if math.isfinite(spent[axis]):
-                    by_cost = {f"by_{axis}/{name}": value for name, value in values.items()}
-                    logger.log_metrics(by_cost, step=int(spent[axis] / unit))
+        log_by_cost(self.loggers, values, spent)
 
     def log_lengths(self) -> dict[str, int]:
         for logger in self.loggers:
