@@ -319,6 +319,14 @@ def test_an_untrusted_file(name: str, secret: Path) -> None:
     assert fragment in refused(*shlex.split(command))
 
 
+@pytest.mark.slow
+def test_lightning_reads_a_checkpoint_as_data_too(secret: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check beforehand sees another file."""
+    put(CHECKPOINT)(secret)
+    monkeypatch.setattr("mupscale.commands.cli.load_validated", lambda path: torch.load(saved, weights_only=True))
+    assert "eights_only" in refused("validate", "--config", "c.yaml", "--ckpt_path", "evil.ckpt")
+
+
 def test_results_of_other_types(tmp_path: Path) -> None:
     huge = f'{{"value": 1{"0" * 400}}}'
     for content in ('{"value": "x"}', '{"value": []}', '{"seconds": 1}', huge, "[" * 100_000, "3"):
