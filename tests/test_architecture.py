@@ -168,7 +168,10 @@ def test_no_command_imports_another():
 OTHER_POWERS = {
     "mupscale/base_shapes.py": {"math.sqrt(table.clip(width.scale))"},
     "mupscale/hf/config.py": {"math.sqrt(len(sources) / old)"},  # of numbers of layers
-    "mupscale/hf/experts.py": {"config.head_dim ** (-0.5)"},  # what Granite multiplies the products of queries by
+    "mupscale/hf/experts.py": {
+        "config.head_dim ** (-0.5)",  # what Granite multiplies the products of queries by
+        "tensor.shape[-1] ** (-0.5)",  # the size of random weights
+    },
     "mupscale/methods/base.py": {"10 ** (-self.decibels / 20)"},
     "mupscale/methods/ligo.py": {"math.sqrt(group.units)"},  # the size of random numbers
     "mupscale/widening/growth.py": {"math.sqrt(1 - 1 / count)"},  # the variance that centring leaves

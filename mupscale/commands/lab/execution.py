@@ -16,9 +16,6 @@ from mupscale.errors import UserError, as_user_errors, needs_extra
 if TYPE_CHECKING:
     from mupscale.commands.lab.jobs import Executor, Size
 
-MOST_DEATHS = 3
-"""The death of the process, or node, of a job that ends the command: a trial itself may be the cause."""
-
 STACK_HELP = """how many runs to train at once as one program, if they differ only in numbers (learning rate, weight
 decay, noise, seed): auto (the default), as many as fit into memory; N, at most N; off, one after another"""
 

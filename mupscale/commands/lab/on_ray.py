@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from mupscale.commands.checkpoints import LOCK
-from mupscale.commands.lab.execution import MOST_DEATHS
+from mupscale.commands.lab import MOST_DEATHS
 from mupscale.commands.process import Terminated, interruptions, raise_for
 from mupscale.errors import UserError, one_line
 

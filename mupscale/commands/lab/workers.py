@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from mupscale.commands.lab.execution import MOST_DEATHS
+from mupscale.commands.lab import MOST_DEATHS
 from mupscale.commands.lab.jobs import Job
 from mupscale.commands.lab.run import Result, prepare_process
 from mupscale.commands.process import EXIT_CODE, interruptions, raise_for
