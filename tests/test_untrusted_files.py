@@ -321,7 +321,7 @@ def test_an_untrusted_file(name: str, secret: Path) -> None:
 
 @pytest.mark.slow
 def test_lightning_reads_a_checkpoint_as_data_too(secret: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check beforehand sees another file."""
+    """The check beforehand sees another file. torch reads no more than data, unless it is asked to."""
     put(CHECKPOINT)(secret)
     monkeypatch.setattr("mupscale.commands.cli.load_validated", lambda path: torch.load(saved, weights_only=True))
     assert "eights_only" in refused("validate", "--config", "c.yaml", "--ckpt_path", "evil.ckpt")

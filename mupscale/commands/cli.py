@@ -211,7 +211,6 @@ class CLI(LightningCLI):
             )
         if Path(path).is_file() and self.config["weights_only"] is False:
             return  # the user trusts the file
-        self.config["weights_only"] = True  # Lightning would unpickle what it reads
         with prefix_errors("ckpt_path"):
             checkpoint = load_validated(Path(path))
             refuse_malformed(checkpoint)
