@@ -10,7 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -28,14 +28,22 @@ from torch.optim import Optimizer
 from mupscale._torch import allocate_parameters_, apply_to_values_, is_compiled_in_place
 from mupscale.base_shapes import clip_grad_norm_
 from mupscale.callbacks.captured_steps import CapturedSteps
-from mupscale.callbacks.losses import Measured, first_samples, losses_of_step, measure_loss, reshard_, run_eagerly
+from mupscale.callbacks.losses import (
+    Measured,
+    effects_undone,
+    first_samples,
+    losses_of_step,
+    measure_loss,
+    reshard_,
+    run_eagerly,
+)
 from mupscale.callbacks.own_code import HandSetRates, refuse_weights_outside, watch_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.step_check import SAMPLES, StepCheck
 from mupscale.callbacks.swap import OwnBatches, RefusedSwap, refuse_many_loaders
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.check_step import Agreement, check_step
-from mupscale.checks.recording import generators_kept, state_kept
+from mupscale.checks.weights import AS_THEY_ARE
 from mupscale.device_memory import physical_memory, unreserved_bytes
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError, prefix_errors
@@ -77,6 +85,8 @@ from mupscale.schedules import follows_rates, refuse_unless_relative, restart_sc
 from mupscale.text_tables import notes_by_layer
 from mupscale.widening.hints import Hints, refuse_lazy
 from mupscale.widening.optimizers import rule_of
+from mupscale.widening.plan import as_identity
+from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.records import attach, check_own_count, names_by_id
 from mupscale.widening.state import RatesOf, StateSource
@@ -86,6 +96,9 @@ Swap = Any
 
 MOST_PARAMETERS = 20_000_000
 """The largest wide module that is compared at its full size."""
+
+MOST_AGAIN = 2_000_000
+"""Parameters of a wide module that is compared once more at its growth, which then takes tenths of a second."""
 
 Losses = Callable[[Any], list[Tensor]]
 """The losses of a step of a module."""
@@ -111,7 +124,11 @@ class GrowthSchedule:
         self._watches: list[HandSetRates] = []
         """One for each optimizer whose groups will have different rates."""
         self._groups_in_checkpoint: tuple[Any, Any] | None = None
+        self._growing: set[str] = set()
+        """The names of parameters that will be larger."""
         self._needs_check = self._is_before_first_step = False
+        self._found: list[Swap] = []
+        """The growths of which this process, and neither a checkpoint nor another trial, found how they are exact."""
 
     @property
     def coming(self) -> list[Swap]:
@@ -207,6 +224,7 @@ class GrowthSchedule:
 
     def before_batch(self, batch: Any, batch_idx: int) -> None:
         """Checks all growths at the first batch, and makes those that are due."""
+        found_before = list(self._found)
         if self._needs_check:
             self._needs_check = False
             with run_eagerly(self.module):
@@ -215,6 +233,9 @@ class GrowthSchedule:
         for swap in self.due:
             self.end_ahead()
             try:
+                self._refuse_weights_outside()
+                if swap in found_before:
+                    self._check_again(swap, batch, batch_idx)
                 self._grow(swap, batch)
             except Exception as error:
                 is_users = isinstance(error, UserError)
@@ -230,11 +251,23 @@ class GrowthSchedule:
     def after_batch(self, batch: Any) -> None:
         if self._is_before_first_step:  # until now: the run has taken the memory that it needs
             self._is_before_first_step = False
+            if self.coming:
+                self._refuse_weights_outside()  # which the step may have made
             files_of(self.trainer).go_on()
             self._begin_ahead(batch)
         if self.due and self.checkpoint is None:
             # here loops and data can be resumed exactly; in the middle of a step they cannot
             self.checkpoint = self._saved()
+
+    def end(self) -> None:
+        """Warns at the end of a fit that counted no steps, so that none was that of a growth."""
+        coming = [] if self.trainer.global_step or is_trial_run(self.trainer) else self.coming
+        for swap in coming:
+            if not swap.is_due(self.trainer):
+                rank_zero_warn(
+                    f"UpscaleCallback.at_step = {swap.at_step}: {type(self.module).__name__} did not grow. Lightning "
+                    "counts steps of the optimizers in self.optimizers() only, and the run ended at step 0"
+                )
 
     # --- the check
 
@@ -249,13 +282,15 @@ class GrowthSchedule:
         _refuse_compiled_parts(module, wide)
         factor = _refuse_too_large(recipe, narrow, wide, module.device)
         is_next = swap is self.coming[0]
+        self._growing |= names_that_grow(narrow, wide)
         if is_next:
             self._factor = factor
-            refuse_weights_outside(module, names_that_grow(narrow, wide), callbacks_of(self.trainer))
+            self._refuse_weights_outside()
             watch_callbacks(callbacks_of(self.trainer), module, self.trainer.global_step)
         said: list[str] = []
         if swap.hints is None:
             swap.hints, said = self._find_hints(swap, narrow, wide, batch, batch_idx)
+            self._found.append(swap)
         plan = swap.method.plan(narrow, wide, swap.hints)
         swap.chosen_noise, notes = swap.method.choose_noise(swap.noise, plan, narrow, swap.nonlinear)
         if swap.chosen_noise is None and not notes and swap.method.leaves_copies_equal(plan):
@@ -264,6 +299,9 @@ class GrowthSchedule:
             self._watch_rates(plan, swap.method.rates)
         for line in (*said, *notes):
             rank_zero_info(line)
+
+    def _refuse_weights_outside(self) -> None:
+        refuse_weights_outside(self.module, self._growing, callbacks_of(self.trainer))
 
     def _watch_rates(self, plan: Plan, rates_of: RatesOf) -> None:
         """Looks after the optimizers whose groups will have different rates. Refuses schedules that set the same."""
@@ -320,6 +358,28 @@ class GrowthSchedule:
         bare = Hints(**{each.name: getattr(found, each.name) for each in fields(Hints)})
         return trainer.strategy.broadcast(bare), said
 
+    def _check_again(self, swap: Swap, batch: Any, batch_idx: int) -> None:
+        """Compares a step as weights and state are now, where that is quick: a threshold may be reached since."""
+        module = self.module
+        if module.device_mesh is not None or _count(self._shells(swap, on_meta=True)[1]) > MOST_AGAIN:
+            rank_zero_info(f"growth by {swap.recipe}: too large to compare a step again; its losses are compared")
+            return
+        before, after = self._shells(swap)
+        hints = _hints_between(swap, before, after)
+        try:
+            plan = as_identity(make_plan(before, after, hints=hints), before, after, hints.residual)
+        except UserError:  # copied layers, of which nobody knows what makes them add nothing
+            return
+        has_schedules = all(map(follows_rates, self.schedulers))
+        steps = StepCheck(self.trainer, module, batch, batch_idx, self._built, has_schedules=has_schedules)
+        with ExitStack() as stack:
+            stack.enter_context(run_eagerly(module))
+            for watch in self._watches:
+                stack.enter_context(watch.pause())
+            found = self.trainer.strategy.broadcast(steps.agreement(before, after, plan, AS_THEY_ARE))
+        if found.exact is False:
+            raise RefusedSwap(f"with the weights and state of this step, {found.reason}")
+
     def _shells(self, last: Swap, *, on_meta: bool = False) -> tuple[LightningModule, LightningModule]:
         """Returns objects like the module as it is before, and after, a growth that is to come."""
         after, built = shallow_twin(self.module), self._built
@@ -328,8 +388,9 @@ class GrowthSchedule:
             after = shallow_twin(before)
             build = swap.recipe.build_for_growth if on_meta else swap.recipe.build
             wide = build(before, self.trainer)
+            of_wide = plain_attributes(wide)
             replace_submodules_(after, wide, swap.recipe.changes(before), built)
-            built = plain_attributes(wide)
+            built = of_wide
             if swap is last:
                 break
         return before, after
@@ -363,7 +424,7 @@ class GrowthSchedule:
 
         few = on(first_samples(batch, SAMPLES))
         try:
-            with state_kept(self.module.modules()), generators_kept():
+            with effects_undone(self.module):
                 few(self.module)
         except UserError:
             raise
@@ -430,6 +491,7 @@ class GrowthSchedule:
             torch.compiler.reset()
         # new layers with random values depend on nothing but the seed
         wide = recipe.build_for_growth(module, trainer, seed if swap.depth == "random" else None)
+        built = plain_attributes(wide)
         narrow = replace_submodules_(module, wide, recipe.changes(module), self._built)
         del wide
         try:
@@ -465,7 +527,7 @@ class GrowthSchedule:
             for scheduler, new in zip(self.schedulers, fresh, strict=True):
                 restart_schedule_(scheduler, new)
         self._set_up()
-        self._built = plain_attributes(module)
+        self._built = built
         swap.is_done = True
         widen_averages(module, report, method, seed)
         for monitor in callbacks_in(trainer, LearningRateMonitor):
@@ -606,8 +668,10 @@ class GrowthSchedule:
         self.read(checkpoint)
 
     def _rebuild(self, recipe: TwinSpec) -> None:
-        rebuild_(self.module, recipe.build(self.module, self.trainer), recipe.changes(self.module), self._built)
-        self._built = plain_attributes(self.module)
+        wide = recipe.build(self.module, self.trainer)
+        built = plain_attributes(wide)
+        rebuild_(self.module, wide, recipe.changes(self.module), self._built)
+        self._built = built
 
     def _take_back(self, swap: Swap, saved: Mapping[str, Any]) -> None:
         """Gives a module that has grown the layers of a checkpoint that was written before."""

@@ -2,8 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import is_compiled_in_place
 from mupscale.checks.precision import WithoutDropout
-from mupscale.checks.recording import generators_kept, leaves_of, map_leaves, state_kept
+from mupscale.checks.real_step import StepWatch
+from mupscale.checks.recording import generators_kept, held_values, leaves_of, map_leaves, put_back, state_kept
 from mupscale.errors import UserError
 from mupscale.models._lightning import attach_trainer, replace_attributes
 from mupscale.models.base import without_log
@@ -88,6 +89,23 @@ def _idle(module: LightningModule, losses: list[Any]) -> AbstractContextManager[
     return replace_attributes(module, idle)
 
 
+@contextmanager
+def effects_undone(module: LightningModule) -> Iterator[None]:
+    """Undoes what a module writes meanwhile: random numbers, attributes, buffers, and weights.
+
+    A `training_step` may move weights itself, as those of a momentum encoder. Sharded weights are left as they are.
+    """
+    parameters = [] if module.device_mesh is not None else list(module.parameters())
+    held, watch = held_values(parameters, {id(parameter) for parameter in parameters}), StepWatch((), {})
+    with generators_kept([module.device]), state_kept(module.modules()):
+        try:
+            with watch if parameters else nullcontext():
+                yield
+        finally:
+            watch.undo()
+            put_back(held)
+
+
 class Measured(NamedTuple):
     """The loss of a batch over all ranks."""
 
@@ -99,8 +117,8 @@ class Measured(NamedTuple):
 def measure_loss(trainer: Trainer, module: LightningModule, batch: Any, call: ModuleCall | None) -> Measured:
     """The loss of a batch without dropout, leaving what the module holds and the random numbers of the run alone."""
     on_gpu = module.device.type == "cuda"
-    precision, kept = trainer.precision_plugin.forward_context(), generators_kept([module.device])
-    with state_kept(module.modules()), kept, precision, run_eagerly(module), WithoutDropout():
+    precision = trainer.precision_plugin.forward_context()
+    with effects_undone(module), precision, run_eagerly(module), WithoutDropout():
         for part in module.modules():
             part.training = part.training and not dropout_of(part)
         losses = losses_of_step(trainer, module, batch, call=call)
@@ -130,8 +148,7 @@ def count_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
         with (
-            generators_kept([module.device]),
-            state_kept(module.modules()),
+            effects_undone(module),
             torch.enable_grad(),
             run_eagerly(module),
             trainer.precision_plugin.forward_context(),

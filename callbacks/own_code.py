@@ -2,9 +2,9 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.checks.recording import attributes_of, has_own_attributes
+from mupscale.checks.recording import attributes_of
 from mupscale.errors import UserError
 from mupscale.models._lightning import OF_EVERY_MODULE
+from mupscale.models.twin import held_in
 from mupscale.sharding import is_sharded
 from mupscale.widening.layers import joined
 from mupscale.widening.state import StateSource
@@ -46,8 +47,17 @@ class HandSetRates:
         """The group that each group was before all growths."""
         self._factors: Settings = [dict.fromkeys(_WATCHED, 1.0) for _ in self._last]
         """The factors by which the settings of each group have been multiplied since then."""
-        self._has_warned = False
+        self._has_warned = self._is_paused = False
         optimizer.register_step_pre_hook(self._look)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Looks at no step meanwhile: those of a check are not of the run."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def go_on(self, optimizer: Optimizer, sources: Sequence[StateSource]) -> None:
         """Follows a growth of this optimizer: `sources` are the groups that the new ones come from."""
@@ -62,7 +72,14 @@ class HandSetRates:
             self._factors.append({key: factors[each.group].get(key, 1.0) * change for key, change in changes.items()})
 
     def _look(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_paused:
+            return
         settings, kind = _settings_of(optimizer), type(optimizer).__name__
+        if self._groups is not None and len(settings) > len(self._groups):
+            raise UserError(
+                f"UpscaleCallback: {self._module} adds a group to {kind} after the growth, with a rate that does not "
+                "follow it. Add it before, with lr = 0 or frozen parameters until they are to train"
+            )
         if self._groups is None:
             self._warn_of_own(settings, kind)
         elif len(settings) == len(self._groups):
@@ -120,7 +137,7 @@ def refuse_weights_outside(module: LightningModule, growing: Collection[str], ca
     """
     named = dict(module.named_parameters())
     of_parts: defaultdict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
-    for name in growing:
+    for name in named.keys() & growing:
         places = name.split(".")
         for depth in range(len(places)):
             of_parts[".".join(places[:depth])][tuple(named[name].shape)] += 1
@@ -188,8 +205,10 @@ def shapes_held(module: nn.Module, value: Any) -> Iterator[tuple[int, ...]]:
     """The shapes of the tensors that an attribute holds at any depth, but for the module's own."""
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     known |= {id(part) for part in module.modules()}
-    for tensor in _tensors_in(value, known, _DEEPEST):
-        yield tuple(tensor.shape)
+    for each in held_in(value, known):  # statistics of a batch norm change without being updated
+        for tensor in [each] if isinstance(each, Tensor) else each.parameters():
+            if not tensor.is_meta:
+                yield tuple(tensor.shape)
 
 
 def attributes_with(module: nn.Module, lengths: Collection[int]) -> list[str]:
@@ -203,37 +222,11 @@ def is_of_a_library(callback: Callback) -> bool:
     return type(callback).__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "mupscale")
 
 
-_DEEPEST = 6
-_LONGEST = 1000
-"""Items of a container that are looked into: longer ones are data."""
-
-
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for prefix, part in module.named_modules():
         for name, value in attributes_of(part).items():
             if name not in OF_EVERY_MODULE:
                 yield joined(prefix, name), value
-
-
-def _tensors_in(value: Any, known: set[int], depth: int) -> Iterator[Tensor]:
-    if id(value) in known or not depth:
-        return
-    inner: Iterable[Any] = ()
-    if isinstance(value, Tensor):
-        yield from () if value.is_meta else (value,)
-    elif isinstance(value, nn.Module):  # statistics of a batch norm change without being updated
-        yield from (parameter for parameter in value.parameters() if not parameter.is_meta)
-    elif isinstance(value, Mapping):
-        inner = value.values()
-    elif isinstance(value, list | tuple | set):
-        inner = value
-    elif isinstance(value, FunctionType):
-        inner = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-    elif has_own_attributes(value):
-        inner = vars(value).values()
-    known = known | {id(value)}
-    for each in inner if not isinstance(inner, Sized) or len(inner) <= _LONGEST else ():
-        yield from _tensors_in(each, known, depth - 1)
 
 
 def _kind_of(value: Any) -> str:

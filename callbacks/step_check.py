@@ -67,6 +67,9 @@ from mupscale.widening.plan_text import Plan
 SAMPLES = 4
 """The samples of the batch on which steps are compared, if the module works with so few."""
 
+MOST_FIRST = 6
+"""Steps before the one that is compared: RAdam's variance term is off in the first five."""
+
 LOSS_SCALE = 100.0
 """The factor of the loss beside larger weights: clips that are inactive now become active."""
 
@@ -114,7 +117,9 @@ class StepCheck:
         """The parameters that steps of the narrow module have read."""
         self._updates = 0.0
 
-    def agreement(self, before: LightningModule, after: LightningModule, plan: Plan) -> Agreement:
+    def agreement(
+        self, before: LightningModule, after: LightningModule, plan: Plan, weights: Mapping[str, Weights] = WEIGHTS
+    ) -> Agreement:
         """Compares steps of the module as `before` and as `after`, modules of its class. All is then as it was.
 
         If `before` has other parameters than the module, optimizers and schedules are configured anew for it. A step
@@ -130,7 +135,7 @@ class StepCheck:
         self._growing = {n for n, w in sizes if n != w}
         try:
             with generators_kept(), self._as(before), self._comparing(after, plan, masks) as compare:
-                for words, change in WEIGHTS.items():
+                for words, change in weights.items():
                     scale = LOSS_SCALE if change is enlarge_ else 1.0
                     try:
                         steps = self._steps(compare, change, scale)
@@ -158,7 +163,7 @@ class StepCheck:
             if self._batch is self._whole_batch:
                 return Agreement(None, reason=str(error))
         self._batch = self._whole_batch  # the module needs all of it
-        return self.agreement(before, after, plan)
+        return self.agreement(before, after, plan, weights)
 
     def _exact(self, masks: GradientMasks, draws: bool) -> Agreement:
         frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
@@ -235,7 +240,7 @@ class StepCheck:
     def _comparing(self, after: LightningModule, plan: Plan, masks: GradientMasks) -> AbstractContextManager[Compare]:
         wide, stepping = after.to(self.module.device), self._stepping
         settings: dict[str, Any] = {"become_wide": partial(self._wide, after, plan), "keep": stepping.schedules}
-        return comparing(self.module, wide, stepping.optimizers, plan, masks, partial(self._take, 1.0), **settings)
+        return comparing(self.module, wide, stepping.optimizers, plan, masks, self._take_first, **settings)
 
     def _steps(self, compare: Compare, change: Weights, loss_scale: float) -> Steps:
         """Takes both steps, without layers that drop units if the device draws their masks in a way of its own."""
@@ -252,6 +257,13 @@ class StepCheck:
         if not steps.differences:
             steps.differences.extend(self._unlike_numbers())
         return steps
+
+    def _take_first(self, *_: Any) -> None:
+        """Steps of the narrow module, as many as its optimizers take before they step as they will go on."""
+        for _ in range(MOST_FIRST):
+            self._take(1.0)
+            if all(map(is_ready, self._stepping.optimizers)):
+                return
 
     def _take(self, loss_scale: float, *_: Any) -> None:
         """A training step of the module, whichever body it has."""
@@ -383,6 +395,14 @@ def refuse_replaced(module: LightningModule, known: Sequence[Optimizer], present
     """Raises a UserError if the optimizers of a trainer are others than before."""
     if list(map(id, known)) != list(map(id, present)):
         raise UserError(f"UpscaleCallback: {type(module).__name__} replaces optimizers of its trainer. {REPLACED}")
+
+
+def is_ready(optimizer: Optimizer) -> bool:
+    """Whether the state of an optimizer can grow: whether its next steps follow the rule of its kind."""
+    ready = rule_of(optimizer).ready
+    state = optimizer.state
+    groups = optimizer.param_groups if ready is not None else ()
+    return not any(ready(group, state[p]) for group in groups for p in group["params"] if p in state)
 
 
 def memory_needed(narrow: nn.Module, wide: nn.Module, optimizers: Sequence[Optimizer]) -> float:

@@ -235,6 +235,10 @@ class UpscaleCallback(Callback):
         if self.schedule is not None:
             self.schedule.after_batch(batch)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.schedule is not None:
+            self.schedule.end()
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         files_of(trainer).go_on()  # it may take long, and the growth comes after it
 

@@ -8,19 +8,21 @@ metrics, hooks into the trainer.
 import copy
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from mupscale.checks.recording import generators_kept
+from mupscale.checks.recording import generators_kept, has_own_attributes
 from mupscale.errors import UserError, is_finite_number
 from mupscale.models._lightning import (
     OF_EVERY_MODULE,
@@ -39,6 +41,10 @@ from mupscale.widening.records import Records
 from mupscale.widening.write import carry_frozen_, carry_modes_, parameters_on_meta
 
 _OF_TORCH = "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"
+
+_MADE_AS, _WIDE = "_mupscale_made_as", "_mupscale_wide"
+"""Attributes of a shell: the objects as which its submodules were made, whose code may call them `self`; and the module
+whose submodules took the place of its own."""
 
 Attributes = dict[str, Any]
 
@@ -135,14 +141,11 @@ class TwinSpec:
     ) -> LightningModule:
         """The wide module, with all its layers; `on_meta` its parameters have no memory, and its buffers have values.
 
-        It is made as a trainer makes modules: `setup`, then `configure_model`, where it may shard itself. The random
-        numbers of the run stay as they are. New values depend on the `seed`, if there is one.
+        It is made as in a run: by its class and `setup`, then by `configure_model` in the trainer's contexts, where it
+        may shard itself. Its numbers are converted last, so that buffers are rounded as those of the narrow one. The
+        random numbers of the run stay as they are. New values depend on the `seed`, if there is one.
         """
-        with (
-            generators_kept([module.device]),
-            init_contexts(trainer),
-            parameters_on_meta() if on_meta else nullcontext(),
-        ):
+        with generators_kept([module.device]), parameters_on_meta() if on_meta else nullcontext():
             if seed is not None:
                 torch.manual_seed(seed)
             try:
@@ -151,7 +154,9 @@ class TwinSpec:
                     set_device_mesh(wide, module.device_mesh if sharded else None)
                     if is_overridden("setup", wide):
                         wide.setup(stage=trainer.state.fn.value if trainer.state.fn is not None else "fit")
-                    wide.configure_model()
+                    with init_contexts(trainer):
+                        wide.configure_model()
+                trainer.precision_plugin.convert_module(wide)
             except UserError as error:
                 raise UserError(f"UpscaleCallback.{self}: {error}") from error
             except Exception as error:
@@ -224,11 +229,50 @@ def plain_attributes(module: LightningModule) -> Attributes:
     return {key: copy.deepcopy(value) for key, value in own.items() if _is_plain(value)}
 
 
+def references(module: LightningModule) -> Attributes:
+    """The attributes that hold submodules or parameters of the module: in a list, an object, a function."""
+    parts = {id(part) for part in (*module.modules(), *module.parameters())}
+    own = {key: value for key, value in vars(module).items() if key not in OF_EVERY_MODULE}
+    return {key: value for key, value in own.items() if any(id(x) in parts for x in held_in(value, {id(module)}))}
+
+
+_DEEPEST = 6
+_LONGEST = 1000
+"""Items of a container that are looked into: longer ones are data."""
+
+
+def held_in(value: Any, known: Collection[int] = (), depth: int = _DEEPEST) -> Iterator[Tensor | nn.Module]:
+    """The tensors and modules in containers, objects and functions, at any depth; `known` are ids of what is left out.
+
+    What modules hold is not looked at.
+    """
+    if id(value) in known or not depth:
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, Tensor | nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set):
+        inner = value
+    elif isinstance(value, partial):
+        inner = value.func, value.args, value.keywords
+    elif isinstance(value, MethodType):
+        inner = value.__self__, value.__func__
+    elif isinstance(value, FunctionType):
+        inner = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    elif has_own_attributes(value):
+        inner = vars(value).values()
+    for each in inner if not isinstance(inner, Sized) or len(inner) <= _LONGEST else ():
+        yield from held_in(each, {*known, id(value)}, depth - 1)
+
+
 def shallow_twin(module: LightningModule) -> LightningModule:
-    """A second object with the same submodules, parameters and attributes, but without the trainer."""
+    """Returns a shell: a second object with the same submodules, parameters and attributes."""
     shell = copy.copy(module)
     for key in _OF_TORCH:
         vars(shell)[key] = copy.copy(vars(module)[key])
+    vars(shell).setdefault(_MADE_AS, ())
     return shell
 
 
@@ -238,10 +282,13 @@ def replace_submodules_(
     """Puts the submodules of `wide` in the place of those of `module`; returns a shell with the old ones.
 
     `changes` are the hyperparameters that differ; None takes those of `wide`. `built` are the plain attributes that
-    `module` had when it was new. Those that the run has not changed since take the values of `wide`. Metric objects
-    stay, with what they have collected.
+    `module` had when it was new. Those that the run has not changed since take the values of `wide`, and so do those
+    that hold submodules. Metric objects stay, with what they have collected. Hooks and functions that the class made as
+    methods of `wide` see the attributes of `module` from now on.
     """
     narrow = shallow_twin(module)
+    vars(narrow)[_WIDE] = wide
+    of_parts = references(wide)
     _keep_metrics(narrow, wide)
     for key in _OF_TORCH:
         vars(module)[key] = vars(wide)[key]
@@ -253,16 +300,29 @@ def replace_submodules_(
     vars(module).pop(Records.ATTRIBUTE, None)
     if Records.ATTRIBUTE in vars(wide):
         vars(module)[Records.ATTRIBUTE] = vars(wide)[Records.ATTRIBUTE]
+    vars(module).update({key: value for key, value in of_parts.items() if key in vars(module)})
     set_hyperparameters(module, {**module.hparams, **(wide.hparams if changes is None else changes)})
+    made_as = vars(wide).get(_MADE_AS, (wide,))
+    if _MADE_AS in vars(module):
+        vars(module)[_MADE_AS] = made_as
+    _share_attributes(made_as, module)
     return narrow
 
 
 def restore_submodules_(module: LightningModule, narrow: LightningModule) -> None:
-    for key in (*_OF_TORCH, *plain_attributes(narrow), Records.ATTRIBUTE):
+    for key in (*_OF_TORCH, *plain_attributes(narrow), *references(narrow), Records.ATTRIBUTE):
         vars(module).pop(key, None)
         if key in vars(narrow):
             vars(module)[key] = vars(narrow)[key]
     set_hyperparameters(module, narrow.hparams)
+    wide = vars(narrow)[_WIDE]
+    _share_attributes(vars(wide).get(_MADE_AS, ()), wide)
+
+
+def _share_attributes(made_as: Iterable[LightningModule], module: LightningModule) -> None:
+    """Lets objects have the attributes of a module, these very ones: what is set in one is set in all."""
+    for each in made_as:
+        object.__setattr__(each, "__dict__", vars(module))
 
 
 def rebuild_(

@@ -80,7 +80,8 @@ def _draw(distribution: Callable[..., Tensor], like: Tensor, generator: torch.Ge
     return distribution(like.shape, generator=generator, dtype=torch.float64).to(like.device)
 
 
-WEIGHTS: dict[str, Weights] = {"": as_they_are, "with smaller weights": perturb_, "with larger weights": enlarge_}
+AS_THEY_ARE: dict[str, Weights] = {"": as_they_are}
+WEIGHTS = AS_THEY_ARE | {"with smaller weights": perturb_, "with larger weights": enlarge_}
 """The weights with which steps are compared."""
 
 IN_EVALUATION: dict[str, Weights] = {"in evaluation mode": perturb_}

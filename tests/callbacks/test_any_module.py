@@ -161,7 +161,88 @@ class KeptToLookAt(Carried):
         return torch.zeros_like(units)
 
 
-@pytest.mark.parametrize("kind", [CarriedInBuffer, KeptToLookAt])
+class MomentumEncoder(Autoencoder):
+    """Moves its second encoder in `training_step`, both by a new tensor and in place."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.slow = copy.deepcopy(self.encoder).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (first, *others), own = self.slow.parameters(), [parameter.detach() for parameter in self.encoder.parameters()]
+        first.data = 0.9 * first.data + 0.1 * own[0]
+        for parameter, value in zip(others, own[1:], strict=True):
+            parameter.lerp_(value, 0.1)
+        return super().training_step(batch, batch_idx) + F.mse_loss(self.encoder(batch[0]), self.slow(batch[0]))
+
+
+class Diffusion(Autoencoder):
+    """Its buffer is not in checkpoints, and was computed before the run chose a precision."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.register_buffer("signal", (1 - torch.linspace(1e-4, 0.1, 20)).cumprod(0).sqrt(), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        signal = self.signal[torch.randint(20, (len(batch[0]), 1))]
+        noise = torch.randn_like(batch[0])
+        return F.mse_loss(self.decoder(self.encoder(signal * batch[0] + (1 - signal**2).sqrt() * noise)), noise)
+
+
+class SeenByHooks(Autoencoder):
+    """Its hooks call it `self`, one of them on a gradient."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.seen: dict[str, Tensor] = {}
+        self.encoder[1].register_forward_hook(lambda part, inputs, output: self.seen.update(units=output))
+        self.encoder[2].weight.register_hook(lambda gradient: 0.5 * gradient)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.seen["units"].square().mean()
+
+
+class HeldElsewhere(Autoencoder):
+    """Calls its layers by a list, an object and functions."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        encoder = self.encoder
+        self.layers, self.held = [self.decoder[0], self.decoder[2]], Cache()
+        self.held.kept = self.encoder
+        self.units, self.codes = partial(nn.Module.__call__, self.encoder[0]), lambda x: encoder(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.layers[1](self.layers[0](self.codes(batch[0])).relu())
+        return F.mse_loss(out, batch[0]) + 0.1 * self.units(batch[0]).square().mean() + self.held.kept(batch[0]).mean()
+
+
+@pytest.mark.parametrize("kind", [SeenByHooks, HeldElsewhere])
+def test_code_that_refers_to_parts_of_the_module_refers_to_the_wide_ones(kind: type, tmp_path: Path) -> None:
+    keep, runs = Keep(tmp_path), []
+    growths = lambda: [UpscaleCallback(step, hparams={"hidden": n}, noise=None) for step, n in ((2, 16), (6, 48))]  # noqa: E731
+    for callbacks in ([ExactResume()], [*growths(), ExactResume(), keep]):
+        seed_everything(0, verbose=False)
+        runs.append(fit(kind(), "points", tmp_path, *callbacks, enable_checkpointing=True))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-9)
+    again = fit(kind(), "points", tmp_path, *growths(), ExactResume(), ckpt=keep.paths[4])
+    assert again == runs[1][-len(again) :]
+
+
+class AverageFromTheFirstStep(Callback):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if not hasattr(self, "average"):
+            self.average = Average(pl_module)
+
+
+def test_weights_outside_that_the_first_step_makes_are_named_after_it(tmp_path: Path) -> None:
+    module = Autoencoder()
+    with pytest.raises(UserError, match="the attribute 'average' of the callback AverageFromTheFirstStep"):
+        fit(module, "points", tmp_path, AverageFromTheFirstStep(), UpscaleCallback(GROWS_AT, noise=None, **HIDDEN))
+    assert module.trainer.global_step == 1
+
+
+@pytest.mark.parametrize("kind", [CarriedInBuffer, KeptToLookAt, MomentumEncoder, Diffusion])
 def test_tensors_from_step_to_step_grow_in_a_buffer_and_others_do_not_matter(kind: type, tmp_path: Path) -> None:
     seed_everything(0, verbose=False)
     wanted = fit(kind(), "points", tmp_path)
@@ -292,24 +373,80 @@ def test_relative_rates_by_hand_and_what_stays_outside(make: Any, tmp_path: Path
     assert runs[1] == pytest.approx(runs[0], rel=1e-9)
 
 
-def test_one_rate_by_hand_is_noticed_at_its_first_change_and_stops_the_grown_run(tmp_path: Path) -> None:
-    """If it begins after the check; otherwise the check refuses it."""
+def test_one_rate_by_hand_is_noticed_at_its_first_change_and_refused_at_the_growth(tmp_path: Path) -> None:
+    """If it begins after the check of the first batch, which refuses it otherwise."""
     module = OneRateByHand()
     module.since = 2
     with (
         pytest.warns(UserWarning, match=r"OneRateByHand sets the learning rate of AdamW by hand \(0.01 → 0.0098\)"),
-        pytest.raises(
-            UserError, match=r"differs by a factor of 0.5, and .* 0.0096 and 0.0096.*group\['lr'\] \*= factor"
-        ),
+        pytest.raises(UserError, match=r"with the weights and state of this step, the update of .* differs"),
     ):
         fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, noise=None, **HIDDEN))
     assert module.trainer.global_step == GROWS_AT
+
+
+def test_one_rate_by_hand_after_the_growth_stops_the_run(tmp_path: Path) -> None:
+    module = OneRateByHand()
+    module.since = 6
+    with pytest.raises(
+        UserError, match=r"differs by a factor of 0.5, and .* 0.0094 and 0.0094.*group\['lr'\] \*= factor"
+    ):
+        fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, noise=None, **HIDDEN))
+    assert module.trainer.global_step == 6
+
+
+class AddsAGroup(Optimized):
+    """Of its decoder, at a step."""
+
+    since = 6
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.encoder.parameters(), lr=0.01)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.trainer.global_step == self.since:
+            optimizer.add_param_group({"params": list(self.decoder.parameters())})
+
+
+def test_a_group_that_is_added_after_the_growth_stops_the_run(tmp_path: Path) -> None:
+    module, swap = AddsAGroup(), partial(UpscaleCallback, GROWS_AT, noise=None, **HIDDEN)
+    with pytest.raises(UserError, match="AddsAGroup adds a group to AdamW after the growth, with a rate that does not"):
+        fit(module, "points", tmp_path, swap())
+    assert module.trainer.global_step == 6
+    runs = []
+    for swaps in ([], [swap()]):
+        seed_everything(0, verbose=False)
+        module = AddsAGroup()
+        module.since = 2
+        runs.append(fit(module, "points", tmp_path, *swaps))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-9)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_module_that_has_the_size_already_is_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="hparams = {'hidden': 16}: Autoencoder has this size and does not grow"):
         fit(Autoencoder(16), "points", tmp_path, UpscaleCallback(GROWS_AT, noise=None, **HIDDEN))
+
+
+class StepsUncounted(BackwardByHand):
+    """Steps an optimizer that Lightning does not wrap."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.head(self.body(batch[0])), batch[1]))
+        optimizer.step()
+
+
+def test_a_run_whose_steps_are_not_counted_is_named_at_its_end(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"at_step = 4: StepsUncounted did not grow. Lightning counts .* ended at step 0"
+    ):
+        fit(StepsUncounted(), "points", tmp_path, UpscaleCallback(GROWS_AT, hparams={"sizes": (16, 16)}))
 
 
 def compiled() -> Any:
@@ -443,6 +580,26 @@ def test_what_depends_on_the_size_follows_each_growth_and_is_not_checked_again(
     for step in (1, 4, 8):
         again = fit(Scaled(), "points", tmp_path, *growths(), ExactResume(), ckpt=keep.paths[step])
         assert again == runs[1][-len(again) :]
+
+
+class SetsAName(Scaled):
+    """Sets a plain attribute once, before its growths."""
+
+    phase = 0
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.phase = 1
+
+    def on_train_start(self) -> None:
+        self.phase = 2
+
+
+def test_what_the_run_sets_before_a_growth_stays_after_the_next(tmp_path: Path) -> None:
+    module = SetsAName()
+    growths = [UpscaleCallback(step, hparams={"hidden": n}, noise=None) for step, n in ((2, 16), (6, 48))]
+    fit(module, "points", tmp_path, *growths)
+    assert (module.phase, module.scale) == (2, 1 / 48)
 
 
 class WithFactory(Autoencoder):
