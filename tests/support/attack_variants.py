@@ -117,7 +117,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model.init_args.optimizer": made("torch.optim.Adam", lr=0.01),
         "model.init_args.lr_scheduler": PLATEAU,
     },
-    "clipping by value": {"trainer.gradient_clip_val": 0.01, "trainer.gradient_clip_algorithm": "value"},
     "accumulation": {"trainer.accumulate_grad_batches": 2, "trainer.val_check_interval": 4},
     "EMA, cosine": {
         "trainer.callbacks": [EMA, swap()],
