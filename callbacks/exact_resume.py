@@ -16,9 +16,11 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
@@ -36,6 +38,13 @@ from mupscale.models._lightning import (
 )
 from mupscale.models.checkpoint import RUN_KEY
 
+OWN_HOOK = "on_train_batch_end"
+"""The hook of a module that Lightning runs after those of all callbacks."""
+
+
+def do_nothing(*_: Any) -> None:
+    """Stands for a hook that has run."""
+
 
 class ExactResume(Callback):
     """Makes a resumed run continue exactly as if it had not been interrupted.
@@ -43,7 +52,8 @@ class ExactResume(Callback):
     This holds for checkpoints written at the start or the end of a batch, a validation or an epoch.
 
     A checkpoint is often written before its step is complete. Lightning omits the rest of that step in the resumed run
-    (validation, plateau schedulers, the end of the epoch); this callback catches up on it.
+    (validation, plateau schedulers, the end of the epoch); this callback catches up on it. The module's own
+    `on_train_batch_end`, which may move a teacher, runs before a checkpoint is written, and not after all callbacks.
 
     Its saved state: for every rank, the random number generators and its place in the training data; what `self.log`
     has still to log of a step or an epoch; the metrics that schedulers and callbacks monitor; whether the run is
@@ -61,6 +71,8 @@ class ExactResume(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.attached_to = trainer
         self.finished = self.failed = False
+        if isinstance(trainer.precision_plugin, DoublePrecision):
+            pl_module.double()  # Lightning does so after it has loaded the weights, which were rounded then
         if stage == "fit":
             source = trainer.fit_loop._data_source
             trainer.fit_loop._data_source = watched = TrainingDataSource(source.instance, source.name)
@@ -120,6 +132,19 @@ class ExactResume(Callback):
             trainer.should_stop = self.loaded["should_stop"] and not goes_beyond
             to_log, self.loaded = self.loaded["to_log"], None
             finish_loaded_step(trainer, to_log)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        vars(pl_module).pop(OWN_HOOK, None)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if is_overridden(OWN_HOOK, pl_module):
+            pl_module.on_train_batch_end(outputs, batch, batch_idx)
+            vars(pl_module)[OWN_HOOK] = do_nothing  # until the next batch
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        vars(pl_module).pop(OWN_HOOK, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.failed = True  # what is saved from here on may be of the middle of a step

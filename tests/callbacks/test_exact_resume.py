@@ -65,3 +65,31 @@ def test_what_was_to_be_logged_after_a_checkpoint_is_logged(tmp_path: Path) -> N
         for step in steps:
             begin = next(index for index, (at, row) in enumerate(every) if at == step - 1 and name in row)
             assert logged(tmp_path, ckpt=tmp_path / name / f"step={step}.ckpt") == every[begin:], (name, step)
+
+
+class MovesTeacher(MLP):
+    """Moves an average of its weights after each step, in a hook that Lightning calls after those of callbacks."""
+
+    teacher: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 4, inputs=6, outputs=3)
+        self.register_buffer("teacher", torch.zeros(2))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        weights = next(self.parameters()).detach().sum()
+        self.teacher.copy_(torch.stack([self.teacher[0] + 1, self.teacher[1].lerp(weights, 0.5)]))
+
+
+def test_a_checkpoint_holds_what_the_hook_of_the_module_did_after_its_step(tmp_path: Path) -> None:
+    def train(*callbacks: Any, **settings: Any) -> MovesTeacher:
+        module = MovesTeacher()
+        fit(module, tmp_path, ExactResume(), *callbacks, limit_val_batches=0, steps=6, **settings)
+        assert "on_train_batch_end" not in vars(module)
+        return module
+
+    every_step = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    wanted = train(every_step, enable_checkpointing=True).teacher
+    assert wanted[0] == 6
+    for step in (2, 5):
+        assert torch.equal(train(ckpt=tmp_path / f"step={step}.ckpt").teacher, wanted)
