@@ -160,8 +160,9 @@ class TrainingData(CombinedLoader):
     """The training loaders of a run, and its place in them.
 
     Loaders with `state_dict` and `load_state_dict` save it themselves. For others, such as a plain `DataLoader`, it is
-    a seed: all batches of an epoch are made of random numbers that begin with it, and that nothing else draws. A
-    resumed run begins the epoch with the same seed, and draws the batches that were used a second time, in vain.
+    the state of the random numbers before the epoch, which begins as under Lightning. After its first batch, the others
+    are made of random numbers that nothing else draws. A resumed run begins the epoch in the same state, and draws the batches
+    that were used a second time, in vain.
 
     If Lightning does not know how many batches there are, it fetches one ahead, which no step has got when a checkpoint
     is written. It is fetched again. The states of loaders that have one, and the random numbers of which these make a
@@ -172,7 +173,7 @@ class TrainingData(CombinedLoader):
     is_sized = False
     states_before: list[dict[str, Any]]
     begin: dict[str, Any] | None = None
-    """The seed of the epoch, and the states of the loaders' own generators before it, if loaders have no state."""
+    """The random numbers, also of the loaders' own generators, before the epoch, if loaders have no state."""
     numbers: "OwnNumbers | nullcontext[None]" = nullcontext()
     again: dict[str, Any] | None = None
     """The `begin` of the epoch that is begun again next."""
@@ -183,11 +184,13 @@ class TrainingData(CombinedLoader):
 
     def __iter__(self) -> Any:
         self.begin, self.again, self.drawn = self.again, None, 0
-        if self.begin is None and not all(isinstance(loader, _Stateful) for loader in self.flattened):
-            self.begin = {"seed": int(torch.randint(2**32, ())), "own": self.own_numbers()}
-        self.numbers = nullcontext() if self.begin is None else OwnNumbers(self.begin["seed"])
-        with self.numbers:
-            super().__iter__()
+        if self.begin is not None:
+            with interpreting("ExactResume in the checkpoint"):
+                set_rng_state(self.begin["host"], torch.device("cpu"))
+        elif not all(isinstance(loader, _Stateful) for loader in self.flattened):
+            self.begin = {"host": rng_state(torch.device("cpu")), "own": self.own_numbers()}
+        self.numbers = nullcontext()
+        super().__iter__()
         self.is_sized = sized_len(self) is not None
         return self
 
@@ -197,6 +200,8 @@ class TrainingData(CombinedLoader):
             self.ahead = None if self.begin else rng_state(self.trainer.strategy.root_device)
         with self.numbers:
             batch = super().__next__()
+        if self.begin is not None and isinstance(self.numbers, nullcontext):  # samplers have drawn their order
+            self.numbers = OwnNumbers()
         self.drawn += 1
         return batch
 
@@ -326,10 +331,14 @@ def is_between_epochs(trainer: Trainer) -> bool:
 
 
 class OwnNumbers:
-    """The global random numbers of the host are these meanwhile, which begin with a seed; then those of before."""
+    """The global random numbers of the host are these meanwhile, and then those of before.
 
-    def __init__(self, seed: int) -> None:
+    They follow from those that there are when this is made, but are others.
+    """
+
+    def __init__(self) -> None:
         with isolate_rng(include_cuda=False):
+            seed = int(torch.randint(2**32, ()))
             torch.random.default_generator.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
