@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from training_runs import AtEnds
 
 import mupscale
-from mupscale.callbacks import curves, plain
+from mupscale.callbacks import curves, run_defaults
 from mupscale.callbacks.captured_steps import CapturedSteps
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.growth_schedule import GrowthSchedule
@@ -83,7 +83,7 @@ def fit(
 @pytest.fixture(autouse=True)
 def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the progress bar, which is drawn by the clock."""
-    monkeypatch.setattr(plain.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(run_defaults.time, "monotonic", lambda: 100.0)
 
 
 # --- kernels and waits
