@@ -258,7 +258,7 @@ class StepCheck:
             steps.differences.extend(self._unlike_numbers())
         return steps
 
-    def _take_first(self, *_: Any) -> None:
+    def _take_first(self, *__: Any) -> None:
         """Steps of the narrow module, as many as its optimizers take before they step as they will go on."""
         for _ in range(MOST_FIRST):
             self._take(1.0)
@@ -400,9 +400,10 @@ def refuse_replaced(module: LightningModule, known: Sequence[Optimizer], present
 def is_ready(optimizer: Optimizer) -> bool:
     """Whether the state of an optimizer can grow: whether its next steps follow the rule of its kind."""
     ready = rule_of(optimizer).ready
+    if ready is None:
+        return True
     state = optimizer.state
-    groups = optimizer.param_groups if ready is not None else ()
-    return not any(ready(group, state[p]) for group in groups for p in group["params"] if p in state)
+    return not any(ready(group, state[p]) for group in optimizer.param_groups for p in group["params"] if p in state)
 
 
 def memory_needed(narrow: nn.Module, wide: nn.Module, optimizers: Sequence[Optimizer]) -> float:
