@@ -161,8 +161,8 @@ class TrainingData(CombinedLoader):
 
     Loaders with `state_dict` and `load_state_dict` save it themselves. For others, such as a plain `DataLoader`, it is
     the state of the random numbers before the epoch, which begins as under Lightning. After its first batch, the others
-    are made of random numbers that nothing else draws. A resumed run begins the epoch in the same state, and draws the batches
-    that were used a second time, in vain.
+    are made of random numbers that nothing else draws. A resumed run begins the epoch in the same state, and draws the
+    batches that were used a second time, in vain.
 
     If Lightning does not know how many batches there are, it fetches one ahead, which no step has got when a checkpoint
     is written. It is fetched again. The states of loaders that have one, and the random numbers of which these make a
