@@ -408,9 +408,6 @@ def is_finite(path: Path, step: int, bad_step: int) -> bool:
 
 # --- what can be done with its result
 
-NOISE = ("--noise", "0.1", "--centred")
-"""What makes the copies of a widened model part, and keeps its function."""
-
 WITHOUT_A_LOG = ("--trainer.logger", "false")
 """An evaluation that is logged would have the folder, and take the number, of a run."""
 
@@ -432,7 +429,7 @@ def after_fit(trainer: Trainer, module: LightningModule, folder: Path) -> list[s
         # not in the folder, where `resume` would take it for a checkpoint of the run
         named = folder if folder.name not in ("", "..") else folder.resolve()
         out = named.with_name(f"{named.name}-wide-{'-'.join(map(str, widths))}.ckpt")
-        lines.append(f"  grow further: {command_line('upscale', checkpoint, '--width', *widths, *NOISE, '--out', out)}")
+        lines.append(f"  grow further: {command_line('upscale', checkpoint, '--width', *widths, '--out', out)}")
     if (folder / SAVED / "config.json").is_file():
         lines.append(f"  for from_pretrained of transformers: {folder / SAVED}")
     return lines

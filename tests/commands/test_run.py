@@ -100,7 +100,7 @@ def test_a_run_is_evaluated_and_widened(capsys: pytest.CaptureFixture[str]) -> N
     wide = Path("runs/default/version_0-wide-32.ckpt")
     assert commands == {
         "evaluate": ["validate", "--config", f"{RUN}/config.yaml", "--ckpt_path", str(LAST), *WITHOUT_A_LOG],
-        "grow further": ["upscale", str(LAST), "--width", "32", "--noise", "0.1", "--centred", "--out", str(wide)],
+        "grow further": ["upscale", str(LAST), "--width", "32", "--out", str(wide)],
     }
     main(commands["evaluate"])
     printed(capsys, *commands["grow further"])
